@@ -30,32 +30,32 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
     """
     if id(unit) in memo:  # its unit is made by the copying of a wrapper that encloses or uses this one
         return _copy_module(wrapper, memo)
-    units = [each for each in _with_lenders(units_in(wrapper).values()) if id(each) not in memo]
-    for each in units:
-        require_idle([each], "copy.deepcopy()")
-        refuse_summoned([each], "copying the wrapped module")
-        each.handle.shown.show_sharded()
+    units = [old for old in _with_lenders(units_in(wrapper).values()) if id(old) not in memo]
+    for old in units:
+        require_idle([old], "copy.deepcopy()")
+        refuse_summoned([old], "copying the wrapped module")
+        old.handle.shown.show_sharded()
     layouts: dict[Unit, list[Layout]] = {}
-    for each in units:
-        memo[id(each)] = Unit.__new__(Unit)  # an empty one, to which the copied modules can refer
-        layouts[each] = [layout.copied(memo) for layout in each.layouts]
+    for old in units:
+        memo[id(old)] = Unit.__new__(Unit)  # an empty one, to which the copied modules can refer
+        layouts[old] = [layout.copied(memo) for layout in old.layouts]
     copied = _copy_module(wrapper, memo)
-    for each in units:
-        _make_unit(each, layouts[each], memo)
-    for each in units:
-        memo[id(each)].tie([memo[id(below)] for below in each.tied])
-    for each in reversed(units):  # so that the outermost names them last
-        for fqn, below in units_in(memo[id(each)].module).items():
-            if below not in memo[id(each)].over_all_meshes:
+    for old in units:
+        _make_unit(old, layouts[old], memo)
+    for old in units:
+        memo[id(old)].tie([memo[id(below)] for below in old.tied])
+    for old in reversed(units):  # so that the outermost names them last
+        for fqn, below in units_in(memo[id(old)].module).items():
+            if below not in memo[id(old)].over_all_meshes:
                 below.nest(fqn)
     return copied
 
 
 def _with_lenders(units: Iterable[Unit]) -> list[Unit]:
-    found = dict.fromkeys(units)
-    for unit in list(found):
-        found.update(dict.fromkeys(_with_lenders(unit.lenders)))
-    return list(found)
+    known = dict.fromkeys(units)
+    for unit in list(known):
+        known.update(dict.fromkeys(_with_lenders(unit.lenders)))
+    return list(known)
 
 
 def _copy_module(wrapper: Wrapper, memo: dict[int, Any]) -> Wrapper:
@@ -85,7 +85,7 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
     )
     if old.kept_module is not None:
         new.lend()
-    taken = (each for each in old.module.modules() if each in REGISTRY.taken)
-    REGISTRY.take([memo[id(each)] for each in taken if id(each) in memo])
+    taken = (submodule for submodule in old.module.modules() if submodule in REGISTRY.taken)
+    REGISTRY.take([memo[id(submodule)] for submodule in taken if id(submodule) in memo])
     REGISTRY.note(new, [layout.sources for layout in layouts])
     refuse_pieces(new)

@@ -95,7 +95,7 @@ def full_units(
     summoned: list[Unit] = []
     how = replace(how, tells_edits=writeback and not how.rank0_only)
     with _taken_back(summoned, writeback):
-        gathered = (each for each in used_by(units) if not is_summoned(each))
+        gathered = (unit for unit in used_by(units) if not is_summoned(unit))
         with calling(doing, [handle.communicator.positions for handle in handles_of(gathered)]):
             for unit in units:
                 summoned += summon(unit, how)
@@ -158,9 +158,9 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
     """Summons a unit and its lenders where they are not yet; returns these for `dismiss`."""
     used = used_by([unit])
-    summoned = [each for each in used if not is_summoned(each)]
-    for each in used if not how.rank0_only else ():
-        refuse_hidden(each)
+    summoned = [used_unit for used_unit in used if not is_summoned(used_unit)]
+    for used_unit in used if not how.rank0_only else ():
+        refuse_hidden(used_unit)
     sharded_handles(summoned)  # summoning would leave no trace of what was replaced
     for handle in handles_of(summoned):
         handle.summon(how)

@@ -90,16 +90,16 @@ def full_values(handle: ParamHandle) -> list[FullValue]:
     return [
         FullValue(
             (layout, index),
-            each.held_shape,
+            interval.held_shape,
             layout.dtype,
             handle.communicator,
             lengths,
-            copier(each.data),
-            each.part,
+            copier(interval.data),
+            interval.part,
             None if layout.wanted(index) is None else partial(layout.whole, index),
         )
         for layout in handle.layouts
-        for index, (each, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
+        for index, (interval, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
     ]
 
 
@@ -269,7 +269,7 @@ def _gather(values: Sequence[FullValue], only: Receiver) -> tuple[list[Callable[
         pending = communicator.all_gather_parts(arriving, lengths, write)
     if len(values) == 1 or alone:  # the latter are not made
         return [lambda: arriving.view(values[0].shape)] * len(values), pending
-    parts = [torch.split(of_rank, each) for of_rank, each in zip(torch.split(arriving, lengths), by_rank)]
+    parts = [torch.split(of_rank, sizes) for of_rank, sizes in zip(torch.split(arriving, lengths), by_rank)]
     return [partial(_joined, value, of_value) for value, of_value in zip(values, zip(*parts))], pending
 
 
@@ -374,7 +374,9 @@ class FullParams:
         self._values = [_cast(value, dtype) for value in _params(names, numbers)]
         self._budget = 2 * names.largest_unit_nbytes()
         if buffers:
-            self._values += [value_held_here(*each) for each in persistent_buffers(module, units)]
+            self._values += [
+                value_held_here(*named_buffer) for named_buffer in persistent_buffers(module, units)
+            ]
 
     def refuse_subclasses(self, doing: str) -> None:
         """Raises TypeError if a full value is of a tensor subclass."""
@@ -427,7 +429,9 @@ def settled_units(module: nn.Module, doing: str) -> list[Unit]:
 
 
 def _params(names: Originals, numbers: bool) -> Iterator[FullValue]:
-    handles = dict.fromkeys(each.handle for each in names.by_name.values() if each.handle is not None)
+    handles = dict.fromkeys(
+        original.handle for original in names.by_name.values() if original.handle is not None
+    )
     owned = {value.key: value for handle in handles for value in full_values(handle)}
     for fqn, original in names.by_name.items():
         if original.key in owned:
@@ -515,13 +519,13 @@ class FirstRank:
         self._beside = _beside(handles)
         self.steps[:0] = self._beside
         first_of_all = not dist.is_initialized() or dist.get_rank() == 0
-        self.is_here = all(each.rank == 0 for each in self.steps) if handles else first_of_all
+        self.is_here = all(communicator.rank == 0 for communicator in self.steps) if handles else first_of_all
 
     def is_first_with(self, handle: ParamHandle) -> bool:
         """Whether no rank before it holds the same of parameters that tensor parallelism has not cut."""
         own = handle.communicator.members  # which hold other rows, also those of them that are beside
         return handle.replicas.rank == 0 and all(
-            each.rank == 0 or each.members <= own for each in self._beside
+            communicator.rank == 0 or communicator.members <= own for communicator in self._beside
         )
 
     def object(self, value: Any) -> Any:
@@ -551,10 +555,10 @@ class FirstRank:
         shared = failure
         if failure is not None and not isinstance(failure, RuntimeError):
             shared = RuntimeError(f"{doing} failed on the first rank: {type(failure).__name__}: {failure}")
-        shared, found = self.object((shared, result))
+        shared, received = self.object((shared, result))
         if shared is not None:
             raise shared from None if shared is failure else failure
-        return cast(T, found)
+        return cast(T, received)
 
     def announced(self, values: Any) -> Any:
         """Returns the first rank's values, in containers: tensors with dimensions as `Announced`.
@@ -562,8 +566,8 @@ class FirstRank:
         The values of the other ranks do not count.
         """
         own = pytree.tree_map_only(torch.Tensor, _announced, values) if self.is_here else None
-        found = self.object(own)
-        return own if self.is_here else found
+        received = self.object(own)
+        return own if self.is_here else received
 
     def fetched(self, value: Any) -> Any:
         """Returns a value of those with the tensors themselves; collective."""

@@ -102,10 +102,10 @@ def _problems(key: str, target: Original, value: Any) -> Iterator[str]:
         return
     if not is_tensor_like(value):  # type: ignore[no-untyped-call]
         yield f"While copying the parameter named {key}, expected a tensor, found {type(value).__name__}."
-    found = shape_of(value, shape)
-    scalar_as_vector = (shape, found) == (torch.Size([]), torch.Size([1]))  # as torch 0.3 saved them
-    if found != shape and not scalar_as_vector:
-        yield f"size mismatch for {key}: the checkpoint has shape {found}, the model {shape}."
+    saved_shape = shape_of(value, shape)
+    scalar_as_vector = (shape, saved_shape) == (torch.Size([]), torch.Size([1]))  # as torch 0.3 saved them
+    if saved_shape != shape and not scalar_as_vector:
+        yield f"size mismatch for {key}: the checkpoint has shape {saved_shape}, the model {shape}."
     elif isinstance(value, IntervalTensor) and not _matches(interval, value):
         yield (
             f"elements {value.start} to {value.stop} of {key} were saved by this rank, which now holds "
@@ -123,12 +123,16 @@ class Targets:
         self._module, self._units = module, list(units_in(module).values())
         handles = handles_of(used_by(self._units))
         ready = len(sharded_handles(self._units)) == len(handles)
-        modules = [(clean_fqn(f"{name}.").lstrip("."), each) for name, each in walk(module, all_names=True)]
-        self._own_way = tuple({prefix for prefix, each in modules if not copies_values(each)})
+        modules = [
+            (clean_fqn(f"{name}.").lstrip("."), submodule) for name, submodule in walk(module, all_names=True)
+        ]
+        self._own_way = tuple({prefix for prefix, submodule in modules if not copies_values(submodule)})
         with original_buffers(self._units):
-            found = [*_all_targets(module, owned_places(self._units))]
-        self._by_name = {key: target for key, target in found if not key.startswith(self._own_way)}
-        counts = (f"{prefix}num_batches_tracked" for prefix, each in modules if isinstance(each, NormBase))
+            targets = [*_all_targets(module, owned_places(self._units))]
+        self._by_name = {key: target for key, target in targets if not key.startswith(self._own_way)}
+        counts = (
+            f"{prefix}num_batches_tracked" for prefix, submodule in modules if isinstance(submodule, NormBase)
+        )
         self._may_lack = self._by_name.keys() & counts
         self._is_plain = ready and not self._own_way and None not in self._by_name.values()
 

@@ -67,12 +67,12 @@ def shortened(error: str) -> str:
     kept: list[str] = []
     names: dict[str, list[str]] = {"Missing": [], "Unexpected": []}
     for line in filter(None, map(str.strip, lines)):
-        found = _NAMES.match(line)
-        if found is None:
+        match = _NAMES.match(line)
+        if match is None:
             kept.append(line)
             continue
-        names[found[1]] = re.findall(r'"([^"]*)"', found[2])
-        kept.append(f"{found[1]} key(s) in state_dict: {quoted(names[found[1]])}.")
+        names[match[1]] = re.findall(r'"([^"]*)"', match[2])
+        kept.append(f"{match[1]} key(s) in state_dict: {quoted(names[match[1]])}.")
     lists = [line for line in kept if _NAMES.match(line)]
     others = shown(line for line in kept if line not in lists)
     cure = tell_prefix(names["Missing"], names["Unexpected"])

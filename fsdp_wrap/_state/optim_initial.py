@@ -47,8 +47,10 @@ def initial_state(
             f"({error}): step it before its state is loaded by torch.distributed.checkpoint"
         )
         double.state.clear()
-    found = [[double.state.get(zero, {}) for zero in of_group] for of_group in zeros]
-    return [[{key: _uncounted(key, each[key]) for key in each} for each in of_group] for of_group in found]
+    states = [[double.state.get(zero, {}) for zero in of_group] for of_group in zeros]
+    return [
+        [{key: _uncounted(key, state[key]) for key in state} for state in of_group] for of_group in states
+    ]
 
 
 def initial_state_of(
@@ -56,8 +58,8 @@ def initial_state_of(
 ) -> dict[str, Any]:
     """Returns the initial state of one parameter of an optimizer, or of `local` in its place."""
     zeroed = param if local is None else local
-    params = [[zeroed for each in group["params"] if each is param] for group in optim.param_groups]
-    return next(found for of_group in initial_state(optim, params) for found in of_group)
+    params = [[zeroed for member in group["params"] if member is param] for group in optim.param_groups]
+    return next(state for of_group in initial_state(optim, params) for state in of_group)
 
 
 def innermost(optim: Any) -> Any:

@@ -120,21 +120,21 @@ def _known(params: Mapping[Any, list[Original]], given: Collection[str]) -> dict
     return {
         key: originals
         for key, originals in params.items()
-        if any(each.owned or each.fqn in given for each in originals)
+        if any(original.owned or original.fqn in given for original in originals)
     }
 
 
 def _by_name(params: Mapping[Any, list[Original]]) -> dict[Any, list[Original]]:
-    return {each[0].fqn if isinstance(key, int) else key: each for key, each in params.items()}
+    return {originals[0].fqn if isinstance(key, int) else key: originals for key, originals in params.items()}
 
 
 def _read(names: Originals, state_dict: Any) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
     """Returns states by name, and the groups if there are any; refuses what is no state dict of the model."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict:
-        found = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        content = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise TypeError(
-            f"an optimizer state dict has the entries 'state' and 'param_groups', and this has {found}: pass "
-            "what optim_state_dict() or the optimizer's state_dict() returned"
+            f"an optimizer state dict has the entries 'state' and 'param_groups', and this has {content}: "
+            "pass what optim_state_dict() or the optimizer's state_dict() returned"
         )
     given: dict[str, Any] = state_dict["state"]
     groups: list[dict[str, Any]] | None = state_dict.get("param_groups")
@@ -145,7 +145,7 @@ def _read(names: Originals, state_dict: Any) -> tuple[dict[str, Any], list[dict[
         )
     states = {uncompiled_fqn(name): entry for name, entry in given.items()}
     if groups is not None:
-        groups = [{**each, "params": [*map(uncompiled_fqn, each["params"])]} for each in groups]
+        groups = [{**group, "params": [*map(uncompiled_fqn, group["params"])]} for group in groups]
     unknown = [str(name) for name in _declared(groups) if name not in names.by_name]
     if unknown:
         raise ValueError(
@@ -237,22 +237,27 @@ def _source_state(
     """
     if originals[0].left_out:
         return {}
-    originals = [each for each in originals if each.shape.numel()] or originals  # others are never stepped
-    found = [(each, pieces[each.fqn]) for each in originals if _is_stepped(pieces.get(each.fqn))]
-    having = {each.fqn for each, _ in found}
-    without = next((each.fqn for each in originals if each.fqn not in having), None)
-    keys = dict.fromkeys(key for _, entry in found for key in entry)
+    # Parameters without elements are never stepped.
+    originals = [original for original in originals if original.shape.numel()] or originals
+    stepped = [
+        (original, pieces[original.fqn]) for original in originals if _is_stepped(pieces.get(original.fqn))
+    ]
+    having = {original.fqn for original, _ in stepped}
+    without = next((original.fqn for original in originals if original.fqn not in having), None)
+    keys = dict.fromkeys(key for _, entry in stepped for key in entry)
     scales, source = [key for key in keys if is_scale(key, keys)], originals[0].source
     state = {
-        key: _source_value(key, [(each, entry[key]) for each, entry in found if key in entry], without, own)
+        key: _source_value(
+            key, [(original, entry[key]) for original, entry in stepped if key in entry], without, own
+        )
         for key in keys
         if key not in scales
     }
     for key in scales if small is not None else ():
         state[key] = spread = torch.full(to_local(source).shape, torch.nan, device=source.device)
-        for each, entry in found:
+        for original, entry in stepped:
             if small is not None and isinstance(entry.get(key), IntervalTensor):
-                small.spread(each, entry[key], spread)
+                small.spread(original, entry[key], spread)
     return state
 
 
@@ -269,7 +274,7 @@ def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str
             original.interval.within(full).copy_(piece.piece)
         return full
     others = [] if without is None else [(without, "missing")]
-    others += [(each.fqn, repr(other)) for each, other in values[1:] if not same_values(value, other)]
+    others += [(original.fqn, repr(other)) for original, other in values[1:] if not same_values(value, other)]
     for fqn, other in others:
         raise ValueError(
             f"optimizer state '{key}' is {value!r} for parameter '{first.fqn}' and {other} for '{fqn}', but "
@@ -335,9 +340,9 @@ def _begins_with(
     inner: Any, state_dict: Mapping[str, Any], params: Mapping[Any, Any]
 ) -> dict[Any, Mapping[str, Any]]:
     """Returns by key what a first step of one of torch's optimizers makes, of small tensors; else nothing."""
-    found: dict[Any, Mapping[str, Any]] = dict.fromkeys(params, {})
+    by_key: dict[Any, Mapping[str, Any]] = dict.fromkeys(params, {})
     if not inspect.unwrap(type(inner).step).__module__.startswith("torch.optim."):
-        return found
+        return by_key
     saved = state_dict["param_groups"]
     options = [{**own, **group} for own, group in zip(inner.param_groups, saved)]
     small = [{_kind(params[key]): key for key in group["params"] if key in params} for group in saved]
@@ -347,8 +352,8 @@ def _begins_with(
         begun = initial_state(inner, zeros, groups=options)
     for group, kinds, states in zip(saved, small, begun):
         by_kind = dict(zip(kinds, states))
-        found |= {key: by_kind[_kind(params[key])] for key in group["params"] if key in params}
-    return found
+        by_key |= {key: by_kind[_kind(params[key])] for key in group["params"] if key in params}
+    return by_key
 
 
 def _kind(param: torch.Tensor) -> tuple[Any, ...]:

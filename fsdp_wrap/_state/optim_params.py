@@ -38,10 +38,10 @@ class ParamGroup:
 
         Where a sharded parameter stands for several, the order is that of the unwrapped module.
         """
-        found = [original for originals in self.params.values() for original in originals]
-        if len(found) > len(self.params):
-            found.sort(key=lambda original: original.order)
-        return [original.fqn for original in found]
+        ordered = [original for originals in self.params.values() for original in originals]
+        if len(ordered) > len(self.params):
+            ordered.sort(key=lambda original: original.order)
+        return [original.fqn for original in ordered]
 
     def saved_in(self, groups: Sequence[Mapping[str, Any]], place: int) -> dict[str, Any]:
         """Returns the group with the options of the saved group that has the same parameters.
@@ -105,7 +105,7 @@ def same_values(one: Any, other: Any) -> bool:
 def placed_like(param: torch.Tensor, key: str, value: Any) -> Any:
     """Returns a value in the state of a `DTensor`'s local part as the `DTensor`'s own state has it."""
     if isinstance(value, dict):
-        return {name: placed_like(param, name, each) for name, each in value.items()}
+        return {name: placed_like(param, name, inner) for name, inner in value.items()}
     elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape
     return holding(param, value) if elementwise and key != "step" else value
 
@@ -170,7 +170,7 @@ def given_groups(module: nn.Module, names: Originals, optim_input: Any) -> list[
     """
     given = module.parameters() if optim_input is None else optim_input
     if not isinstance(given, torch.Tensor):  # optimizers change the groups that they get
-        given = [dict(each) if isinstance(each, dict) else each for each in given]
+        given = [dict(entry) if isinstance(entry, dict) else entry for entry in given]
     try:
         optim = torch.optim.Optimizer(given, {})
     except KeyError as error:

@@ -35,15 +35,15 @@ def _metadata(states: Mapping[str, State]) -> dict[str, State]:
 
     Counts that are the same are one tensor, which is sent once.
     """
-    found, counts = {fqn: State() for fqn in states}, dict[Any, torch.Tensor]()
+    described, counts = {fqn: State() for fqn in states}, dict[Any, torch.Tensor]()
     for fqn, key, value in ((fqn, *item) for fqn, entry in states.items() for item in entry.items()):
         if isinstance(value, IntervalTensor):
-            found[fqn][key] = _PieceMetadata(value.shape, value.dtype, value.start, value.stop)
+            described[fqn][key] = _PieceMetadata(value.shape, value.dtype, value.start, value.stop)
         elif not isinstance(value, torch.Tensor):
-            found[fqn][key] = value
+            described[fqn][key] = value
         elif value.dim() == 0:
-            found[fqn][key] = counts.setdefault((value.dtype, value.device, str(value.item())), value)
-    return found
+            described[fqn][key] = counts.setdefault((value.dtype, value.device, str(value.item())), value)
+    return described
 
 
 def _together(
@@ -60,29 +60,29 @@ def _together(
         entries: Each rank's metadata of its state.
         own: This rank's pieces and values.
     """
-    found: State = {}
+    state: State = {}
     for key, value in {key: value for entry in reversed(entries) for key, value in entry.items()}.items():
         extents = [entry.get(key) for entry in entries]
         if any(isinstance(extent, _PieceMetadata) for extent in extents):
-            found[key] = _full_value(original, communicator, key, extents, own.get(key))
+            state[key] = _full_value(original, communicator, key, extents, own.get(key))
         else:
-            found[key] = own.get(key, value)
-    return found
+            state[key] = own.get(key, value)
+    return state
 
 
 def _full_value(
     original: Original, communicator: Communicator, key: str, extents: Sequence[Any], piece: Any
 ) -> FullValue:
     known = [extent for extent in extents if isinstance(extent, _PieceMetadata)]
-    lengths = [each.stop - each.start if isinstance(each, _PieceMetadata) else 0 for each in extents]
+    lengths = [extent.stop - extent.start if isinstance(extent, _PieceMetadata) else 0 for extent in extents]
     shape, part = original.shape, original.interval.part
-    held = [each for each in known if each.start < each.stop]
-    starts, stops = [each.start for each in held], [each.stop for each in held]
+    held = [extent for extent in known if extent.start < extent.stop]
+    starts, stops = [extent.start for extent in held], [extent.stop for extent in held]
     held_shape = original.interval.held_shape
     if part is None and _is_by_more(original, key, known[0].shape):
         shape = held_shape = known[0].shape
-    if [*starts, held_shape.numel()] != [0, *stops] or {each.shape for each in known} != {shape}:
-        parts = ", ".join(f"[{each.start}, {each.stop}) of {tuple(each.shape)}" for each in known)
+    if [*starts, held_shape.numel()] != [0, *stops] or {extent.shape for extent in known} != {shape}:
+        parts = ", ".join(f"[{extent.start}, {extent.stop}) of {tuple(extent.shape)}" for extent in known)
         raise ValueError(
             f"optimizer state '{key}' of parameter '{original.fqn}', of shape {tuple(shape)}, cannot be "
             f"put together from what the {communicator.size} ranks have of it: {parts}; save it "
@@ -118,11 +118,11 @@ def agreed(names: Originals, pieces: Mapping[str, State], error: ValueError | No
     Collective. A rank whose slice of a parameter is empty has no state of it. Any rank's error is raised on
     all.
     """
-    cut = [each for each in names.by_name.values() if each.owned and not each.uncut]
-    found = dict(pieces)
+    cut = [original for original in names.by_name.values() if original.owned and not original.uncut]
+    states = dict(pieces)
     for original, communicator, entries in _exchanged(cut, pieces, error):
-        found[original.fqn] = _together(original, communicator, entries, pieces.get(original.fqn, {}))
-    return {fqn: found[fqn] for fqn in names.by_name if found.get(fqn)}
+        states[original.fqn] = _together(original, communicator, entries, pieces.get(original.fqn, {}))
+    return {fqn: states[fqn] for fqn in names.by_name if states.get(fqn)}
 
 
 def with_empty_pieces(
@@ -132,13 +132,13 @@ def with_empty_pieces(
 
     A rank without elements of a parameter gets empty pieces. Only of such parameters metadata are exchanged.
     """
-    found = dict(pieces)
-    partly = [each for each in names.by_name.values() if not each.on_all_ranks]
+    states = dict(pieces)
+    partly = [original for original in names.by_name.values() if not original.on_all_ranks]
     for original, _, entries in _exchanged(partly, pieces, error):
         if original.left_out:
             merged = {key: value for entry in reversed(entries) for key, value in entry.items()}
-            found[original.fqn] = {key: _empty(original, key, value) for key, value in merged.items()}
-    return {fqn: found[fqn] for fqn in names.by_name if found.get(fqn)}
+            states[original.fqn] = {key: _empty(original, key, value) for key, value in merged.items()}
+    return {fqn: states[fqn] for fqn in names.by_name if states.get(fqn)}
 
 
 def _empty(original: Original, key: str, other: Any) -> Any:
@@ -163,22 +163,28 @@ def _exchanged(
     ranks: dict[Communicator, list[_RankState]] = {}
     with calling("optim_state_dict()", [communicator.positions for communicator in by_group]):
         for communicator, members in by_group.items():
-            own = _metadata({each.fqn: pieces.get(each.fqn, {}) for each in members if not each.left_out})
+            own = _metadata(
+                {original.fqn: pieces.get(original.fqn, {}) for original in members if not original.left_out}
+            )
             ranks[communicator] = communicator.all_gather_object(_RankState(rank(), error, own))
-    for each_error in (error, *(each.error for of_group in ranks.values() for each in of_group)):
-        if each_error is not None:
-            raise each_error
+    for failure in (error, *(rank_state.error for of_group in ranks.values() for rank_state in of_group)):
+        if failure is not None:
+            raise failure
     for communicator, members in by_group.items():
         for original in members:
             _refuse_lacking(original.fqn, ranks[communicator])
             _refuse_differing(original.fqn, ranks[communicator])
-            yield original, communicator, [each.states.get(original.fqn, {}) for each in ranks[communicator]]
+            yield (
+                original,
+                communicator,
+                [rank_state.states.get(original.fqn, {}) for rank_state in ranks[communicator]],
+            )
 
 
 def _refuse_lacking(fqn: str, ranks: Sequence[_RankState]) -> None:
     """Raises if a rank lacks state that another has: zeros in its place would be wrong."""
-    having = [each.rank for each in ranks if each.states.get(fqn)]
-    lacking = [each.rank for each in ranks if each.states.get(fqn) == {}]
+    having = [rank_state.rank for rank_state in ranks if rank_state.states.get(fqn)]
+    lacking = [rank_state.rank for rank_state in ranks if rank_state.states.get(fqn) == {}]
     if having and lacking:
         raise RuntimeError(
             f"rank {lacking[0]} has no optimizer state of parameter '{fqn}', of which rank {having[0]} has: "
@@ -191,15 +197,16 @@ _NUMBERS = (bool, int, float, torch.Tensor)
 
 def _refuse_differing(fqn: str, ranks: Sequence[_RankState]) -> None:
     """Raises if numbers differ between ranks: they are of each rank's part, not of the whole."""
-    having = [each for each in ranks if each.states.get(fqn)]
+    having = [rank_state for rank_state in ranks if rank_state.states.get(fqn)]
     for key, value in having[0].states[fqn].items() if having else ():
-        for each in having[1:]:
-            other = each.states[fqn].get(key, value)
+        for rank_state in having[1:]:
+            other = rank_state.states[fqn].get(key, value)
             if isinstance(value, _NUMBERS) and not same_values(value, other):
                 raise ValueError(
                     f"optimizer state '{key}' of parameter '{fqn}' is {value!r} on rank {having[0].rank} and "
-                    f"{other!r} on rank {each.rank}, and no number stands for both: the optimizer computes "
-                    "with whole parameters; use an elementwise one, or NO_SHARD with use_orig_params=True"
+                    f"{other!r} on rank {rank_state.rank}, and no number stands for both: the optimizer "
+                    "computes with whole parameters; use an elementwise one, or NO_SHARD with "
+                    "use_orig_params=True"
                 )
 
 
@@ -219,7 +226,7 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
     handles = handles_of(units_in(model).values())
     if not handles:
         return state_dict
-    communicator = max((handle.communicator for handle in handles), key=lambda each: each.size)
+    communicator = max((handle.communicator for handle in handles), key=lambda group: group.size)
     names = Originals(model)
     states: Mapping[str, State] = state_dict.get("state", {}) if isinstance(state_dict, Mapping) else {}
     if all(communicator.all_gather_object(_fits(names, states))):
@@ -228,7 +235,7 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
     every: list[dict[str, State]] = communicator.all_gather_object(own)
     exchanged: dict[str, State] = {}
     for fqn, original in names.by_name.items():
-        entries = [each.get(fqn, {}) for each in every]
+        entries = [of_rank.get(fqn, {}) for of_rank in every]
         entry = _together(original, communicator, entries, states.get(fqn, {}))
         if any(isinstance(value, FullValue) for value in entry.values()):
             exchanged[fqn] = entry

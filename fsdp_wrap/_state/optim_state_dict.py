@@ -104,14 +104,14 @@ def full_optim_state_dict(
     """
     with calling("optim_state_dict()"):
         state = _FullState(model, optim, state_dict, "optim_state_dict()", initial or by_rows)
-        found = {fqn: dict(entry) for fqn, entry in state.known.items()}
+        entries = {fqn: dict(entry) for fqn, entry in state.known.items()}
         how: dict[str, Any] = {"only": only, "to_host": to_host and not by_rows}
         for fqn, key, value in state.values(budget=state.unit_nbytes, **how):
             if by_rows and isinstance(state.known[fqn][key], FullValue):
                 value = state.names.by_name[fqn].rows_of(value)
             moved = by_rows and to_host and isinstance(value, torch.Tensor)
-            found[fqn][key] = value.cpu() if moved else value
-    return state.local.state_dict(found) if only is None or only.is_here else {}
+            entries[fqn][key] = value.cpu() if moved else value
+    return state.local.state_dict(entries) if only is None or only.is_here else {}
 
 
 def iter_full_optim_state(
@@ -242,24 +242,24 @@ def _read_local_state(
 
 
 def _apart(small: SmallStates, param: torch.Tensor, entry: Mapping[str, Any]) -> State:
-    found = small.taken_apart(entry, to_local(param).shape)
+    apart = small.taken_apart(entry, to_local(param).shape)
     return {
-        key: value if is_scale(key, found) else placed_like(param, key, value) for key, value in found.items()
+        key: value if is_scale(key, apart) else placed_like(param, key, value) for key, value in apart.items()
     }
 
 
 def _pieces_of(original: Original, entry: Mapping[str, Any], small: SmallStates | None) -> State:
     """Returns this rank's pieces of the state of one parameter."""
-    found: State = {}
+    pieces: State = {}
     for key, value in entry.items():
         if small is None or not is_scale(key, entry):
-            found[key] = _piece(original, key, value)
+            pieces[key] = _piece(original, key, value)
             continue
         scales = small.scales_of(original, value)
         if scales is not None:
             whole = original.uncut and not isinstance(original.source, DTensor)
-            found[key] = scales.piece if whole else scales
-    return found
+            pieces[key] = scales.piece if whole else scales
+    return pieces
 
 
 def _piece(original: Original, key: str, value: Any) -> Any:
@@ -297,8 +297,8 @@ def _initial_state(optim: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -
     empty = {
         id(first.source) for of_group in firsts for first in of_group if not first.interval.shape.numel()
     }
-    found = initial_state(optim, params, empty)
-    pairs = [pair for group, entries in zip(groups, found) for pair in zip(group.params, entries)]
+    states = initial_state(optim, params, empty)
+    pairs = [pair for group, entries in zip(groups, states) for pair in zip(group.params, entries)]
     return {key: entry for key, entry in pairs if entry}
 
 

@@ -31,7 +31,7 @@ from fsdp_wrap._runtime import Unit, handles_of, units_in
 
 def used_by(units: Iterable[Unit]) -> list[Unit]:
     """Returns units, before each those from which it borrows."""
-    return list(dict.fromkeys(each for unit in units for each in (*unit.lenders, unit)))
+    return list(dict.fromkeys(used for unit in units for used in (*unit.lenders, unit)))
 
 
 @dataclass(frozen=True)
@@ -187,33 +187,33 @@ class Originals:
     def __init__(self, module: nn.Module, as_dtensors: bool = False) -> None:
         self._module = module
         shown = module.named_parameters() if as_dtensors else ()
-        found = (uncut(uncompiled_fqn(clean_fqn(name)), param) for name, param in shown)
-        self.by_name = {original.fqn: original for original in (found if as_dtensors else _walk(module))}
+        originals = (uncut(uncompiled_fqn(clean_fqn(name)), param) for name, param in shown)
+        self.by_name = {original.fqn: original for original in (originals if as_dtensors else _walk(module))}
         self._by_source: dict[int, list[Original]] = {}
         for original in self.by_name.values():
             self._by_source.setdefault(id(original.source), []).append(original)
 
     def of(self, param: torch.Tensor) -> list[Original]:
         """Returns what a parameter of an optimizer stands for."""
-        found = self._by_source.get(id(param)) or self._of_piece(param)
-        if not found:
+        originals = self._by_source.get(id(param)) or self._of_piece(param)
+        if not originals:
             raise foreign_to_model(param)
-        return found
+        return originals
 
     def as_held_by(self, optim: torch.optim.Optimizer) -> Originals:
         """Returns itself, updated with the pieces of `FlatParameter`s that an optimizer holds."""
         for param in chain.from_iterable(group["params"] for group in optim.param_groups):
-            self.by_name.update((each.fqn, each) for each in self._of_piece(param))
+            self.by_name.update((original.fqn, original) for original in self._of_piece(param))
         return self
 
     def _of_piece(self, param: torch.Tensor) -> list[Original]:
         if not isinstance(param, FlatPiece):
             return []
-        found = self._by_source.get(id(param.flat), ())
+        originals = self._by_source.get(id(param.flat), ())
         return [
-            replace(each, interval=replace(each.interval, source=param, offset=0))
-            for each in found
-            if each.interval.fqn == param.fqn
+            replace(original, interval=replace(original.interval, source=param, offset=0))
+            for original in originals
+            if original.interval.fqn == param.fqn
         ]
 
     @cached_property
@@ -244,16 +244,16 @@ def uncompiled_fqn(name: str) -> str:
 
 def _walk(module: nn.Module) -> Iterator[Original]:
     owned = owned_places(units_in(module).values())
-    sources = {id(each.source) for each in owned.values()}
+    sources = {id(original.source) for original in owned.values()}
     seen: set[object] = set()
     for fqn, place, param in named(module, params):
-        found = owned.get(place)
-        if found is None and param is not None and id(param) not in sources:  # else it is a `FlatParameter`
-            found = uncut(fqn, param)
-        if found is not None and found.key not in seen:
-            where = found.interval, found.handle, found.layout, found.index
+        original = owned.get(place)
+        if original is None and param is not None and id(param) not in sources:
+            original = uncut(fqn, param)  # else it is a `FlatParameter`
+        if original is not None and original.key not in seen:
+            where = original.interval, original.handle, original.layout, original.index
             yield Original(uncompiled_fqn(fqn), *where, order=len(seen))  # faster than `replace`
-            seen.add(found.key)
+            seen.add(original.key)
 
 
 def uncut(fqn: str, tensor: torch.Tensor) -> Original:

@@ -76,7 +76,7 @@ class SmallStates(ABC):
         Elementwise state is in float32; beside it, with the suffix `SCALE`, is the scale of each whole or
         last block: 1-D, and 0 where there are no codes.
         """
-        found: State = {}
+        apart: State = {}
         entry = {key: to_local(value) for key, value in self.as_in_optimizer(entry).items()}
         for key, value in entry.items():
             if key in self._parts:
@@ -84,17 +84,17 @@ class SmallStates(ABC):
             codes = self._codes_of(key, value, entry)
             elementwise = isinstance(value, torch.Tensor) and value.shape == shape and len(shape) > 0
             if codes is None and (not elementwise or is_scale(key, entry)):
-                found[key] = value
+                apart[key] = value
                 continue
-            found[key] = value.float() if codes is None else codes.values().view(shape)
+            apart[key] = value.float() if codes is None else codes.values().view(shape)
             scale = torch.zeros(ceil_div(shape.numel(), self.block), device=value.device)
-            found[key + SCALE] = scale if codes is None else scale.copy_(codes.scale)
-        return found
+            apart[key + SCALE] = scale if codes is None else scale.copy_(codes.scale)
+        return apart
 
     def is_native(self, entry: Mapping[str, Any]) -> bool:
         """Whether the state of a parameter is as the optimizer has it, with codes."""
         flat = self.as_in_optimizer(entry)
-        return flat is not entry or any(self._codes_of(*each, entry) is not None for each in entry.items())
+        return flat is not entry or any(self._codes_of(*item, entry) is not None for item in entry.items())
 
     def put_together(self, entry: State, like: Mapping[str, Any]) -> State:
         """Quantises the state of a sharded parameter, into the memory of its initial state `like`.
@@ -102,7 +102,7 @@ class SmallStates(ABC):
         The entry has scales for each element, NaN where it belongs to no parameter. A block whose elements
         have the same scale gets that; any other the scale of its largest value.
         """
-        found: State = {}
+        quantised: State = {}
         for key, value in entry.items():
             if is_scale(key, entry):
                 continue
@@ -111,12 +111,12 @@ class SmallStates(ABC):
             if codes is not None:
                 scale = entry.get(key + SCALE)
                 codes.take(value.reshape(-1).float(), None if scale is None else scale.reshape(-1))
-                found |= self._of_key(key, like)
+                quantised |= self._of_key(key, like)
             elif isinstance(value, torch.Tensor) and isinstance(begun, torch.Tensor) and begun.dim():
-                found[key] = value.to(begun.dtype)
+                quantised[key] = value.to(begun.dtype)
             else:
-                found[key] = value
-        return self._as_loaded(found)
+                quantised[key] = value
+        return self._as_loaded(quantised)
 
     def scales_of(self, original: Original, scale: torch.Tensor) -> IntervalTensor | None:
         """Returns this rank's interval of an original parameter's scales, out of its sharded parameter's.
@@ -213,7 +213,8 @@ class _Codes:
             return own
         blocks = self._by_block(scales, math.nan)
         most_known, least_known = (
-            each(dim=1) for each in (blocks.nan_to_num(-torch.inf).amax, blocks.nan_to_num(torch.inf).amin)
+            extreme(dim=1)
+            for extreme in (blocks.nan_to_num(-torch.inf).amax, blocks.nan_to_num(torch.inf).amin)
         )
         return torch.where((most_known == least_known) & (most_known > 0), most_known, own)
 
@@ -273,9 +274,9 @@ def _bounds(original: Original) -> tuple[int, int] | None:
     param = original.source
     if not isinstance(param, DTensor):
         return original.interval.start, original.interval.stop
-    cuts = [dim for dim, each in enumerate(param.placements) if not isinstance(each, Replicate)]
+    cuts = [dim for dim, placement in enumerate(param.placements) if not isinstance(placement, Replicate)]
     placements = [param.placements[dim] for dim in cuts]
-    if len(cuts) > 1 or any(type(each) is not Shard or each.dim != 0 for each in placements):
+    if len(cuts) > 1 or any(type(placement) is not Shard or placement.dim != 0 for placement in placements):
         return None
     first, rows = 0, param.shape[0] if param.ndim else 1
     for dim in cuts:

@@ -91,10 +91,10 @@ class Taking:
     @cached_property
     def names(self) -> dict[Place, list[str]]:
         """The names of each place in the result."""
-        found: dict[Place, list[str]] = {}
+        names: dict[Place, list[str]] = {}
         for fqn, place, _ in named(self._module, params, all_names=True):
-            found.setdefault(place, []).append(self._prefix + fqn)
-        return found
+            names.setdefault(place, []).append(self._prefix + fqn)
+        return names
 
     def note_aliased(self, unit: Unit, to_host: bool) -> None:
         """Notes a unit's tensors, whose memory the result must not share in the end.
@@ -163,13 +163,15 @@ def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
         shown = module._parameters.get(name, module.__dict__.get(name))
         if shown is not None:
             yield shown
-    for holder in (holder for each in units for holder in each.buffers.holders):
+    for holder in (holder for owner in units for holder in owner.buffers.holders):
         yield from (buffer for buffer in holder.buffers.values() if buffer is not None)
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:
     """Yields a wrapped module and those below, but not other wrappers and what is below them."""
-    return (each for _, each in walk(_wrapped(unit), into=lambda child: WRAPPED_ATTR not in child._modules))
+    return (
+        module for _, module in walk(_wrapped(unit), into=lambda child: WRAPPED_ATTR not in child._modules)
+    )
 
 
 def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
@@ -221,8 +223,8 @@ def _replaced(unit: Unit, settings: StateDictSettings, only: Receiver, keep_vars
 
 def _replaceable(unit: Unit) -> list[ParamHandle]:
     """Returns the resharded handles of a unit and its lenders, save those that are replaced already."""
-    for each in used_by([unit]):
-        refuse_hidden(each)
+    for used_unit in used_by([unit]):
+        refuse_hidden(used_unit)
     return sharded_handles([unit])
 
 
@@ -344,7 +346,7 @@ def begin_load(
         A function that shows the sharded parameters again: loaded, or with False as they were.
     """
     errors += _expand_local(unit.module, {"": unit}, state_dict, prefix)
-    own = {each for _, each in own_modules(_wrapped(unit))}
+    own = {module for _, module in own_modules(_wrapped(unit))}
     # Else other units' modules show them too.
     within = all(module in own for module, _ in owned_places([unit]))
     into = (lambda module: UNIT_ATTR not in module.__dict__) if within else None
@@ -439,15 +441,15 @@ def _expand_local(
         plain = isinstance(given, torch.Tensor) and not isinstance(given, IntervalTensor) and given.dim() == 1
         saved = own.with_piece(given) if plain else given
         if not isinstance(saved, IntervalTensor):
-            found = f"a {type(given).__name__} of shape {tuple(getattr(given, 'shape', ()))}"
+            content = f"a {type(given).__name__} of shape {tuple(getattr(given, 'shape', ()))}"
         elif (saved.shape, saved.start, saved.stop) == (own.shape, own.start, own.stop):
             pieces[layout] = layout.pieces(saved.piece)
             del state_dict[key]
             continue
         else:
-            found = f"elements {saved.start} to {saved.stop} of {saved.numel()}"
+            content = f"elements {saved.start} to {saved.stop} of {saved.numel()}"
         problems.append(
-            f"size mismatch for {key}: the checkpoint has {found}, this rank elements {own.start} to "
+            f"size mismatch for {key}: the checkpoint has {content}, this rank elements {own.start} to "
             f"{own.stop} of {own.numel()}. A local state dict fits only the ranks and wrapping that it was "
             "saved with; save a sharded one"
         )

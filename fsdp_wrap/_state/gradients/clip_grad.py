@@ -97,7 +97,7 @@ class GradientNorms:
         grads = [*chain.from_iterable(kinds.values())]
         if error_if_nonfinite:
             check_finite(total, p)
-        trained = (each.requires_grad and each.numel() for each in known.params())
+        trained = (param.requires_grad and param.numel() for param in known.params())
         if not (known.distributed or unreduced or grads) and any(trained):
             warn_caller("clip_grad_norm_() found no gradients: the norm is zero")
         with scaling_gradients(known.units):
@@ -127,21 +127,23 @@ class GradientNorms:
         known = self._found("grad_norms()")
         named = known.named()
         values = {
-            over: powers_and_presence([piece for _, piece in each], p, known.device)
-            for over, each in named.items()
+            over: powers_and_presence([piece for _, piece in pairs], p, known.device)
+            for over, pairs in named.items()
         }
         powers, present = torch.cat([part.view(2, -1) for part in over_ranks(values, p)], dim=1)
         if (exact := exact_power_of(known.params())) is not None:
             summands = [
                 summand_of(over, [] if piece is None else [piece])
-                for over, each in named.items()
-                for _, piece in each
+                for over, pairs in named.items()
+                for _, piece in pairs
             ]
             powers = torch.cat([exact([summand], p, known.device) for summand in summands])
-        originals = [original for each in named.values() for original, _ in each]
-        found = [each for each in zip(originals, root(powers, p), present.tolist()) if each[2]]
-        found.sort(key=lambda each: each[0].order)
-        return {each.fqn: norm.to(accumulation_dtype(each.source.dtype)) for each, norm, _ in found}
+        originals = [original for pairs in named.values() for original, _ in pairs]
+        rows = [row for row in zip(originals, root(powers, p), present.tolist()) if row[2]]
+        rows.sort(key=lambda row: row[0].order)
+        return {
+            original.fqn: norm.to(accumulation_dtype(original.source.dtype)) for original, norm, _ in rows
+        }
 
     def _found(self, doing: str) -> HeldGradients:
         known = self._known if self._known is not None and self._known.is_current else None

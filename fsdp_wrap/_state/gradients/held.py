@@ -123,19 +123,20 @@ class HeldGradients:
         """Returns this rank's non-empty parts by the ranks that hold the rest, also none, save `without`."""
         handles = [handle for handle in self._handles if handle not in without] if without else self._handles
         blocks = self._blocks_of(handles) if without else self._blocks
-        found = {
-            over: [block for each in of_ranks for block in each.find()] for over, of_ranks in blocks.items()
+        parts = {
+            over: [block for of_kind in of_ranks for block in of_kind.find()]
+            for over, of_ranks in blocks.items()
         }
         for handle in handles if self.distributed else ():
             layouts = [layout for layout in handle.layouts if layout.distributed is not None]
             for over, grads in gradients_by_ranks(handle, layouts, self._homes[handle]).items():
-                found.setdefault(over, []).extend(grads)
+                parts.setdefault(over, []).extend(grads)
         # Also where this rank has no part, or no gradient: others may have.
-        for param in (each for each in self.replicated if each.requires_grad or each.grad is not None):
-            grad, held = _strided(param), found.setdefault(self._over_of(param), [])
+        for param in (param for param in self.replicated if param.requires_grad or param.grad is not None):
+            grad, held = _strided(param), parts.setdefault(self._over_of(param), [])
             if grad is not None and grad.numel():
                 held.append(grad)
-        return found or {Over(): []}
+        return parts or {Over(): []}
 
     def _over_of(self, param: torch.Tensor) -> Over:
         return over_of(param) if isinstance(param, DTensor) else self._homes[None]
@@ -145,12 +146,12 @@ class HeldGradients:
         for handle in handles:
             for layout in handle.layouts:
                 if layout.distributed is None:
-                    of_dtensors = any(isinstance(each, DTensor) for each in layout.sources)
+                    of_dtensors = any(isinstance(source, DTensor) for source in layout.sources)
                     kinds.setdefault((self._homes[handle], of_dtensors), []).append(layout)
-        found: dict[Over, list[_Blocks]] = {}
+        blocks: dict[Over, list[_Blocks]] = {}
         for (over, of_dtensors), layouts in kinds.items():
-            found.setdefault(over, []).append(_Blocks(layouts, of_dtensors))
-        return found
+            blocks.setdefault(over, []).append(_Blocks(layouts, of_dtensors))
+        return blocks
 
     def _each(self) -> Iterator[tuple[Original, torch.Tensor | None]]:
         """Yields the parameters with this rank's parts of their gradients."""
@@ -168,25 +169,25 @@ class HeldGradients:
             for handle in self._handles
             for layout in handle.layouts
         }
-        found: dict[Over, Named] = {}
+        by_over: dict[Over, Named] = {}
         for original, grad in self._each():
             of_layout = None if original.layout is None else overs[original.layout]
             over = self._over_of(original.source) if of_layout is None else of_layout[original.index]
-            found.setdefault(over, []).append((original, grad))
-        return found
+            by_over.setdefault(over, []).append((original, grad))
+        return by_over
 
 
 def gradients_by_ranks(
     handle: ParamHandle, layouts: Iterable[Layout], home: Over | None = None
 ) -> dict[Over, list[torch.Tensor]]:
     """Returns this rank's non-empty gradients of layouts by the ranks that hold the rest, also none."""
-    found: dict[Over, list[torch.Tensor]] = {}
+    by_over: dict[Over, list[torch.Tensor]] = {}
     for layout in layouts:
         for over, grad in zip(overs_of(handle, layout, home), layout.gradients()):
-            held = found.setdefault(over, [])
+            held = by_over.setdefault(over, [])
             if grad is not None and grad.numel():
                 held.append(grad)
-    return found
+    return by_over
 
 
 def overs_of(handle: ParamHandle, layout: Layout, home: Over | None = None) -> list[Over]:
@@ -247,8 +248,8 @@ class _Blocks:
                     return [s[run] for s, runs in zip(shards, self._runs) for run in runs]
         except (AttributeError, TypeError):  # a parameter has no gradient, or one that is no view
             pass
-        found = (to_local(param.grad) for param in self._params if param.grad is not None)
-        return [grad for grad in found if grad.numel()]
+        present = (to_local(param.grad) for param in self._params if param.grad is not None)
+        return [grad for grad in present if grad.numel()]
 
     def _spread(self, shards: Sequence[torch.Tensor]) -> chain[int]:
         """Yields the address of its shard for each parameter."""
@@ -261,7 +262,7 @@ def _runs_of(shard: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[slice]
     A factor that is not finite would make NaNs of the padding between them, which nobody zeroes.
     """
     begin, size, runs = shard.data_ptr(), shard.element_size(), list[slice]()
-    for start, piece in sorted(((each.data_ptr() - begin) // size, each.numel()) for each in pieces):
+    for start, piece in sorted(((tensor.data_ptr() - begin) // size, tensor.numel()) for tensor in pieces):
         joins = bool(runs) and runs[-1].stop == start
         runs.append(slice(runs.pop().start if joins else start, start + piece))
     return runs
@@ -281,8 +282,8 @@ def _homes(handles: Iterable[ParamHandle | None]) -> dict[ParamHandle | None, Ov
     None stands for the parameters that no unit owns.
     """
     left, homes = list(handles), dict[ParamHandle | None, Over]()
-    found = dict.fromkeys(handle.communicator for handle in left if handle is not None)
-    for group in sorted((group for group in found if group.size > 1), key=lambda group: -group.size):
+    groups = dict.fromkeys(handle.communicator for handle in left if handle is not None)
+    for group in sorted((group for group in groups if group.size > 1), key=lambda group: -group.size):
         copies = {handle: count for handle in left if (count := _copies(handle, group))}
         if any(
             handle is not None and handle.communicator == group for handle in copies

@@ -39,9 +39,9 @@ class NormInParts:
     @torch.no_grad()
     def total(self) -> torch.Tensor:
         """Returns the norm of all added gradients (0-d, float64), and begins anew; collective."""
-        found, self._powers = self._powers, {}
+        added, self._powers = self._powers, {}
         nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
-        powers = {over: found.get(over, nothing).to(self._device) for over in self._overs}
+        powers = {over: added.get(over, nothing).to(self._device) for over in self._overs}
         return root(merged(over_ranks(powers, _P), _P), _P).squeeze(0)
 
 

@@ -167,7 +167,7 @@ def over_ranks(powers: Mapping[Over, torch.Tensor], p: float) -> list[torch.Tens
     together: dict[tuple[Any, ...], list[Over]] = {}
     for over in powers:
         together.setdefault(over[:2], []).append(over)
-    found: dict[Over, torch.Tensor] = {}
+    totals: dict[Over, torch.Tensor] = {}
     for overs in together.values():
         counted = [
             powers[over] if math.isinf(p) or over.copies == 1 else powers[over] / over.copies
@@ -176,28 +176,28 @@ def over_ranks(powers: Mapping[Over, torch.Tensor], p: float) -> list[torch.Tens
         total = _joined(counted)
         for all_reduce in all_reduces_over(overs[0]):
             total = reduced(total, p, all_reduce)
-        found |= zip(overs, total.split_with_sizes([each.numel() for each in counted]))
-    return [found[over] for over in powers]
+        totals |= zip(overs, total.split_with_sizes([part.numel() for part in counted]))
+    return [totals[over] for over in powers]
 
 
 def summand_of(over: Over, parts: Iterable[torch.Tensor]) -> Summand:
     """Returns this rank's parts of tensors as a summand of their norm over all ranks."""
-    return Summand([each for each in parts if each.numel()], all_reduces_over(over), over.copies)
+    return Summand([part for part in parts if part.numel()], all_reduces_over(over), over.copies)
 
 
 def all_reduces_over(over: Over) -> list[AllReduce]:
     """Returns functions that reduce a tensor over the ranks that hold the rest, one after the other."""
-    found = [] if over.group is None else [_sums_over(over.group)]
+    all_reduces = [] if over.group is None else [_sums_over(over.group)]
     if over.mesh is not None:
         mesh, dims = over.mesh
-        found += [partial(dist.all_reduce, group=mesh.get_group(dim)) for dim in dims]
-    return found
+        all_reduces += [partial(dist.all_reduce, group=mesh.get_group(dim)) for dim in dims]
+    return all_reduces
 
 
 def exact_power_of(params: Iterable[torch.Tensor]) -> ExactPower | None:
     """Returns how the norm of a reproducible model's gradients is taken; None for other parameters."""
-    found = (exact_powers[each] for each in params if each in exact_powers)
-    return next(found, None) if exact_powers else None  # does not ask each parameter where there are none
+    exact = (exact_powers[param] for param in params if param in exact_powers)
+    return next(exact, None) if exact_powers else None  # does not ask each parameter where there are none
 
 
 def _sums_over(group: Communicator) -> AllReduce:

@@ -96,20 +96,20 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         # Torch calls this before every step, also for optimizers that skip a step by themselves.
         by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
-        found = torch.zeros_like(found_inf)
+        has_inf = torch.zeros_like(found_inf)
         for flag in by_device.values():
-            found = torch.maximum(found, flag.to(found.device))
-        found, scaled = self._over_ranks(torch.stack([found, torch.full_like(found, self._has_scaled)]))
+            has_inf = torch.maximum(has_inf, flag.to(has_inf.device))
+        has_inf, scaled = self._over_ranks(torch.stack([has_inf, torch.full_like(has_inf, self._has_scaled)]))
         if not self._has_scaled and not scaled:
             raise AssertionError("no rank has called scale(): go backward from scaler.scale(loss)")
-        return {found.device: found}
+        return {has_inf.device: has_inf}
 
-    def _over_ranks(self, found: torch.Tensor) -> torch.Tensor:
+    def _over_ranks(self, flags: torch.Tensor) -> torch.Tensor:
         group = dist.group.WORLD if self.process_group is None else self.process_group
         if group is None:  # no distributed job: this rank is alone
-            return found
+            return flags
         # The loss may be on the CPU of a job that communicates on its accelerators only.
-        travelling = found.to(self._device) if found.device.type == "cpu" else found
+        travelling = flags.to(self._device) if flags.device.type == "cpu" else flags
         ranks = Ranks(group, dist.get_rank(group), dist.get_world_size(group))
         make_communicator(ranks, travelling.device).all_reduce([travelling], dist.ReduceOp.MAX).wait()
-        return travelling.to(found.device)
+        return travelling.to(flags.device)
