@@ -262,8 +262,8 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
     if lack:
         return f"{folder.name}  incomplete: {lack}", False
     ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
-    found = "intact" if every_byte else "complete"
-    return f"{folder.name}  {found}, by {ranks}, {format_bytes(manifest.size)}", True
+    verdict = "intact" if every_byte else "complete"
+    return f"{folder.name}  {verdict}, by {ranks}, {format_bytes(manifest.size)}", True
 
 
 def _described(dir: Path, options: argparse.Namespace) -> Iterator[str]:
@@ -296,11 +296,11 @@ def _looked_at(dir: Path, step: int | None) -> tuple[Path, Manifest | None, Meta
 def _as_json(dir: Path, options: argparse.Namespace) -> dict[str, Any]:
     folder, manifest, metadata = _looked_at(dir, options.step)
     model = _tensors_as_json(model_of(of_metadata(folder, metadata), options.model).described)
-    found: dict[str, Any] = {"path": str(folder), "model": model}
+    common: dict[str, Any] = {"path": str(folder), "model": model}
     if manifest is None:
-        return {"kind": "torch.distributed.checkpoint", **found}
+        return {"kind": "torch.distributed.checkpoint", **common}
     written = {"step": manifest.step, "world_size": manifest.world_size, "versions": manifest.versions}
-    return {"kind": "step", **written, "bytes": manifest.size, "complete": lack_of(folder) is None, **found}
+    return {"kind": "step", **written, "bytes": manifest.size, "complete": lack_of(folder) is None, **common}
 
 
 def _optimizer(metadata: Metadata) -> Iterator[str]:
@@ -330,8 +330,8 @@ def _summed(sizes: Iterable[tuple[str, int]], owners: str) -> Iterator[str]:
     by_name: dict[str, list[int]] = {}
     for name, size in sizes:
         by_name.setdefault(name, []).append(size)
-    for name, found in by_name.items():
-        yield f"  {name}: of {len(found)} {owners}, {format_bytes(sum(found))}"
+    for name, own_sizes in by_name.items():
+        yield f"  {name}: of {len(own_sizes)} {owners}, {format_bytes(sum(own_sizes))}"
 
 
 def _bytes(entry: Any) -> int:

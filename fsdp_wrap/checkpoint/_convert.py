@@ -43,8 +43,8 @@ def to_torch_file(source: Source, out: Path) -> None:
     _require_new(out)
     _write_torch_file({"model": _model(source)}, out)
     written = torch.load(out, mmap=True, weights_only=True)["model"]
-    found = {name: partial(written.__getitem__, name) for name in written if torch.is_tensor(written[name])}
-    _require_all(source, found, out)
+    readers = {name: partial(written.__getitem__, name) for name in written if torch.is_tensor(written[name])}
+    _require_all(source, readers, out)
 
 
 def to_step(source: Source, dir: Path, step: int | None = None, **more: Any) -> Path:
@@ -120,8 +120,8 @@ def _differing(value: Any, other: Any, name: str = "") -> Iterator[str]:
         if not (isinstance(other, torch.Tensor) and _is_same(value, other)):
             yield name
     elif isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)) and len(value) == len(other):
-        for index, (each, its) in enumerate(zip(value, other)):
-            yield from _differing(each, its, f"{name}[{index}]")
+        for index, (own, its) in enumerate(zip(value, other)):
+            yield from _differing(own, its, f"{name}[{index}]")
     elif type(value) is not type(other) or (value != other and value == value):
         yield name
 
@@ -157,5 +157,5 @@ def _is_same(value: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if value.layout != torch.strided or other.layout != torch.strided:
         return value.layout == other.layout
-    rows = [each.detach().contiguous().view(-1).view(torch.uint8) for each in (value, other)]
+    rows = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (value, other)]
     return torch.equal(*rows)

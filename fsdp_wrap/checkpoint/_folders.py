@@ -39,20 +39,20 @@ _held: set[Path] = set()  # a process does not meet its own locks
 
 def steps_in(parent: Path) -> dict[int, Path]:
     """Returns the step folders in a folder by number, newest first, complete or not."""
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     for path in parent.iterdir() if parent.is_dir() else ():
         hidden, name = _HIDDEN.fullmatch(path.name), _STEP.fullmatch(path.name)
         if name and path.is_dir():
-            found[int(name[1])] = path
+            folders[int(name[1])] = path
         elif hidden and hidden[2] == "replaced":  # by a save that crashed before the new one was visible
-            found.setdefault(int(hidden[1][5:]), path)
-    return dict(sorted(found.items(), reverse=True))
+            folders.setdefault(int(hidden[1][5:]), path)
+    return dict(sorted(folders.items(), reverse=True))
 
 
 def number_of(folder: Path, written: int) -> int:
     """Returns the step number in a folder's name, or else in its manifest."""
-    found = _STEP.fullmatch(folder.name)
-    return int(found[1]) if found else written
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else written
 
 
 def is_step(folder: Path) -> bool:

@@ -142,9 +142,9 @@ class _HeldStep(NamedTuple):
 def _steps_of(hosts: Hosts, folder: Path) -> list[_HeldStep]:
     """Returns the steps that any host has files of, the newest first; collective."""
     steps: dict[tuple[int, int], _HeldStep] = {}
-    found = hosts.team.gather(hosts.team.together(lambda: _held(folder) if hosts.is_first else []))
-    for rank, each in enumerate(found):
-        for number, total, names, files in each:
+    by_rank = hosts.team.gather(hosts.team.together(lambda: _held(folder) if hosts.is_first else []))
+    for rank, held in enumerate(by_rank):
+        for number, total, names, files in held:
             step = steps.setdefault((number, total), _HeldStep(number, total, names, {}))
             step.files[rank] = files
     return sorted(steps.values(), reverse=True, key=lambda step: (step.number, not step.lacking, step.total))
@@ -188,8 +188,8 @@ def _intact(hosts: Hosts, folder: Path, step: _HeldStep) -> _HeldStep:
         share = Manifest.read(folder).share(ranks.index(team.rank), len(ranks))
         return list(verify(folder, (piece for piece in share if piece.file in there)))
 
-    found = team.gather(team.together(faults))
-    damaged = {rank: {fault.file for fault in each} for rank, each in enumerate(found)}
+    by_rank = team.gather(team.together(faults))
+    damaged = {rank: {fault.file for fault in of_rank} for rank, of_rank in enumerate(by_rank)}
     left = {
         head: files.difference(*(damaged[rank] for rank in hosts.ranks_of(head)))
         for head, files in step.files.items()
@@ -198,8 +198,8 @@ def _intact(hosts: Hosts, folder: Path, step: _HeldStep) -> _HeldStep:
     if step.lacking:
         lines = [
             line
-            for each in found
-            for line in format_faults(folder, [f for f in each if f.file in step.lacking])
+            for of_rank in by_rank
+            for line in format_faults(folder, [f for f in of_rank if f.file in step.lacking])
         ]
         damage = f"step {step.number} in the memory of the hosts is damaged, and nothing was loaded:"
         raise DamagedCheckpoint("\n  ".join([damage, *lines]))
@@ -226,7 +226,7 @@ class MemorySave(Save):
             )
         step = self.step
         if step is None:
-            step = max((each.number for each in _steps_of(hosts, self.folder)), default=0) + 1
+            step = max((earlier.number for earlier in _steps_of(hosts, self.folder)), default=0) + 1
         doing = f"saving step {step} in the memory of {len(hosts.heads)} hosts (other steps are as they were)"
         with ExitStack() as held:
             name = hosts.on_first(lambda: held.enter_context(folders.begun(self.folder, step))[1])

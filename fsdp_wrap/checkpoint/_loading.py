@@ -107,11 +107,11 @@ def load(
 
     (reader, reading), lacked = team.agreed(begun)  # each rank may have another pipeline stage
     team.together(lambda: reading.prepare(strict, set.intersection(*map(set, lacked))))
-    found = read(reader, reading.flat, team, lambda: reading.found(trusted), trusted=trusted)
-    subject.put_in(team, found["model"], found["optim"], strict)
-    values = team.together(lambda: subject.put_in_extra(found["extra"]))
-    if restore_random_state and found["random"] is not None:
-        set_random_state(found["random"])
+    saved = read(reader, reading.flat, team, lambda: reading.found(trusted), trusted=trusted)
+    subject.put_in(team, saved["model"], saved["optim"], strict)
+    values = team.together(lambda: subject.put_in_extra(saved["extra"]))
+    if restore_random_state and saved["random"] is not None:
+        set_random_state(saved["random"])
     return Loaded(values, folders.number_of(folder, manifest.step), folder)
 
 
@@ -129,11 +129,11 @@ def _found(
 def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
     """Returns the step folder that the first rank has found, as this rank names it."""
     folder = dir / team.on_first(lambda: folders.find(dir, step).relative_to(dir))
-    found = team.gather((place_of(folder), folder.is_dir(), folders.sum_of_manifest(folder)))
-    first, *expected = found[0]
+    by_rank = team.gather((place_of(folder), folder.is_dir(), folders.sum_of_manifest(folder)))
+    first, *expected = by_rank[0]
     lost = [
         f"rank {rank} {_lacking(is_there, manifest)} ({place})"
-        for rank, (place, is_there, manifest) in enumerate(found)
+        for rank, (place, is_there, manifest) in enumerate(by_rank)
         if [is_there, manifest] != expected
     ]
     if lost:
@@ -153,10 +153,10 @@ def _lacking(is_there: bool, manifest: int | str | None) -> str:
 def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:
     """Verifies every byte on some rank; returns the manifest, or raises the same on all ranks."""
     manifest = team.on_first(lambda: _read_manifest(folder))
-    _, found = team.agreed(
+    _, by_rank = team.agreed(
         lambda: (None, (place_of(folder), manifest.faults(folder, team.rank, team.size, shown)))
     )
-    if faults := _of_all_ranks(found):
+    if faults := _of_all_ranks(by_rank):
         team.on_first(lambda: refuse(folder, format_faults(folder, faults)))
     return manifest
 
@@ -177,15 +177,15 @@ def _read_manifest(folder: Path) -> Manifest:
         refuse(folder, [str(error)])
 
 
-def _of_all_ranks(found: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
+def _of_all_ranks(by_rank: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
     """Returns all ranks' faults once; faults of whole files on some ranks alone name where these look."""
     finders: dict[Fault, list[str]] = {}
-    for rank, (place, faults) in enumerate(found):
+    for rank, (place, faults) in enumerate(by_rank):
         for fault in faults:
             finders.setdefault(fault, []).append(f"rank {rank} ({place})")
     return [
         fault
-        if fault.span is not None or len(ranks) == len(found)
+        if fault.span is not None or len(ranks) == len(by_rank)
         else replace(fault, lack=f"{fault.lack} where {', '.join(ranks)} looks for it")
         for fault, ranks in finders.items()
     ]
@@ -257,7 +257,7 @@ class _Reading:
             yield f"the model lacks {listed(foreign)} of the checkpoint"
         if self._subject.optimizers and not entries_of(self._metadata, "optim"):
             yield "the checkpoint has no optimizer state: pass optim=None"
-        stateful = [name for name, each in self._subject.extra.items() if isinstance(each, Stateful)]
+        stateful = [name for name, value in self._subject.extra.items() if isinstance(value, Stateful)]
         if missing := [name for name in stateful if name not in extra]:
             yield f"the checkpoint lacks {listed(missing)} of extra"
 
@@ -268,10 +268,12 @@ class _Reading:
         paths = entries_of(self._metadata, "extra")
         for index, place in self._metadata.storage_data.items():
             if index.fqn in paths:
-                found = sums.setdefault(paths[index.fqn][2], [])
-                found.append(crcs.get((place.relative_path, place.offset)))
+                checksums = sums.setdefault(paths[index.fqn][2], [])
+                checksums.append(crcs.get((place.relative_path, place.offset)))
         size = manifest.world_size
-        differing = [name for name, found in sums.items() if len(found) < size or len(set(found)) > 1]
+        differing = [
+            name for name, checksums in sums.items() if len(checksums) < size or len(set(checksums)) > 1
+        ]
         if differing:
             warn_caller(
                 f"{folder} was saved by {size} ranks, and {listed(differing)} of extra differed between "

@@ -108,16 +108,16 @@ class Manifest:
 
     def _lack(self, folder: Path, name: str) -> str | None:
         try:
-            found, expected = (folder / name).stat().st_size, self.size_of(name)
+            size, expected = (folder / name).stat().st_size, self.size_of(name)
         except FileNotFoundError:
             return "is missing"
         except OSError as error:
             return f"cannot be read: {error}"
-        return None if found == expected else f"has {found} of {expected} bytes"
+        return None if size == expected else f"has {size} of {expected} bytes"
 
     def pieces(self) -> Iterator[ByteRange]:
         """Yields all ranges of bytes."""
-        return (ByteRange(name, *each) for name, ranges in self.files.items() for each in ranges)
+        return (ByteRange(name, *span) for name, ranges in self.files.items() for span in ranges)
 
     def share(self, rank: int, size: int) -> Iterator[ByteRange]:
         """Yields one rank's share of all ranges, cut between them."""
@@ -131,7 +131,7 @@ class Manifest:
         """Looks for all files, and reads this rank's share of the bytes; `shown` may show a bar."""
         missing = self.missing(folder)
         gone = {fault.file for fault in missing}
-        pieces = [each for each in self.share(rank, size) if each.file not in gone]
+        pieces = [piece for piece in self.share(rank, size) if piece.file not in gone]
         return [*missing, *verify(folder, shown(pieces))]
 
 
@@ -215,10 +215,10 @@ def read_metadata(folder: Path) -> Metadata:
 def metadata_in(data: bytes, folder: Path) -> Metadata:
     """Returns the metadata in bytes that were read already, checked as by `read_metadata`."""
     try:
-        found = _Unpickler(io.BytesIO(data), folder / METADATA).load()
-        if not isinstance(found, Metadata):
-            raise TypeError(type(found).__name__)
-        for name, entry in found.state_dict_metadata.items():
+        loaded = _Unpickler(io.BytesIO(data), folder / METADATA).load()
+        if not isinstance(loaded, Metadata):
+            raise TypeError(type(loaded).__name__)
+        for name, entry in loaded.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata) and not tile(_boxes(entry), entry.size):
                 raise RuntimeError(
                     f"{folder / METADATA} cuts {name!r}, of shape {tuple(entry.size)}, into chunks that "
@@ -231,13 +231,13 @@ def metadata_in(data: bytes, folder: Path) -> Metadata:
             f"{folder / METADATA} holds no metadata of a checkpoint that torch {torch.__version__} reads: "
             f"{type(error).__name__}: {error}"
         ) from error
-    for place in (found.storage_data or {}).values():
+    for place in (loaded.storage_data or {}).values():
         name = place.relative_path
         if not isinstance(name, str) or Path(name).name != name:
             raise RuntimeError(
                 f"{folder / METADATA} names a file outside of the folder: {name!r}; do not trust this folder"
             )
-    return found
+    return loaded
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -326,9 +326,9 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 }
 
 
-def entries_of(found: Metadata, *part: str) -> dict[str, tuple[Any, ...]]:
+def entries_of(loaded: Metadata, *part: str) -> dict[str, tuple[Any, ...]]:
     """Returns the paths of a part of the state, such as the model, by the names of its entries."""
-    return {key: path for key, path in (found.planner_data or {}).items() if path[: len(part)] == part}
+    return {key: path for key, path in (loaded.planner_data or {}).items() if path[: len(part)] == part}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -340,11 +340,11 @@ class _Unpickler(pickle.Unpickler):
         """Returns the stand-in of a class or function that DCP's metadata use; refuses others."""
         if (module, name) in _ADMITTED:
             return _stand_in(_ADMITTED[module, name])
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        found = getattr(metadata, name, None)
-        if module == metadata.__name__ and isinstance(found, type) and found.__module__ == module:
-            return _stand_in(found)  # one of its own classes, which only hold values
+        if module == "torch" and isinstance(member := getattr(torch, name, None), torch.dtype):
+            return member
+        member = getattr(metadata, name, None)
+        if module == metadata.__name__ and isinstance(member, type) and member.__module__ == module:
+            return _stand_in(member)  # one of its own classes, which only hold values
         raise RuntimeError(
             f"{self._path} asks for {module}.{name}, which torch.distributed.checkpoint does not write "
             "there, and nothing of it was run: do not trust this folder"

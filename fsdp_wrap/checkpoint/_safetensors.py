@@ -292,9 +292,9 @@ def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAcc
     for name, tensor in own.items():
         if tensor.is_meta:
             yield f"'{name}' is on the meta device and has no values."
-        found = given[name].dtype if name in given else tensor.dtype
-        if found != tensor.dtype and not (is_castable(tensor.dtype) and is_castable(found)):
-            yield f"dtype mismatch for {name}: the file has {found}, the model {tensor.dtype}."
+        dtype = given[name].dtype if name in given else tensor.dtype
+        if dtype != tensor.dtype and not (is_castable(tensor.dtype) and is_castable(dtype)):
+            yield f"dtype mismatch for {name}: the file has {dtype}, the model {tensor.dtype}."
 
 
 def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAccess]:
@@ -317,17 +317,17 @@ def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAcce
             raise TypeError(f"{wrong[0]!r} is no name of a file")
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeError(f"{path} is damaged: {error!r}") from error
-    found: dict[str, ReadsOnAccess] = {}
+    tensors: dict[str, ReadsOnAccess] = {}
     for name in dict.fromkeys(weight_map.values()):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise RuntimeError(
                 f"{path} names {name!r}, which is not in its folder: get the export from its maker"
             )
-        found |= _open(folder / name)
-    lost = [f"{name} (in {file})" for name, file in weight_map.items() if name not in found]
+        tensors |= _open(folder / name)
+    lost = [f"{name} (in {file})" for name, file in weight_map.items() if name not in tensors]
     if lost:
         raise RuntimeError(f"the files in {folder} do not hold what {INDEX} says: {', '.join(lost)}")
-    return {name: found[name] for name in weight_map}
+    return {name: tensors[name] for name in weight_map}
 
 
 def is_folder_of_tensors(folder: Path) -> bool:
@@ -336,8 +336,8 @@ def is_folder_of_tensors(folder: Path) -> bool:
 
 
 def _of_ranks(folder: Path) -> list[Path]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(path for path in found if _OF_RANK.fullmatch(path.name))
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in paths if _OF_RANK.fullmatch(path.name))
 
 
 def _joined(paths: Sequence[Path]) -> dict[str, ReadsOnAccess]:
@@ -352,7 +352,7 @@ def _joined(paths: Sequence[Path]) -> dict[str, ReadsOnAccess]:
                 parts.setdefault(name, []).append((offsets, _Stored(file, name)))
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"{path} does not say where its parts lie: {error!r}") from error
-    whole = {name: _WholeOfFiles(each) for name, each in parts.items()}
+    whole = {name: _WholeOfFiles(pieces) for name, pieces in parts.items()}
     if torn := [name for name, value in whole.items() if not value.is_whole]:
         raise RuntimeError(
             f"the files in {paths[0].parent} leave out parts of {listed(torn)}, or hold some twice: "
@@ -431,9 +431,9 @@ class _WholeOfFiles(ReadsOnAccess):
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Returns elements of the flattened tensor, 1-D."""
-        found = torch.empty(stop - start, dtype=self.dtype)
+        elements = torch.empty(stop - start, dtype=self.dtype)
         for box in boxes_of(tuple(self.shape), start, stop):
-            out = found[box.first - start :][: box.numel].view(box.sizes)
+            out = elements[box.first - start :][: box.numel].view(box.sizes)
             for offsets, part in self._parts:
                 first = [*map(max, box.offsets, offsets)]
                 last = [min(a + b, c + d) for a, b, c, d in zip(box.offsets, box.sizes, offsets, part.shape)]
@@ -443,4 +443,4 @@ class _WholeOfFiles(ReadsOnAccess):
                         for place in (box.offsets, offsets)
                     )
                     out[own] = part.part(its)
-        return found
+        return elements

@@ -357,7 +357,7 @@ def _joined(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]
     """Returns all ranks' groups of parameters, each parameter in the first that has it."""
     known: set[str] = set()
     joined = []
-    for group in (each for groups in of_ranks for each in groups):
+    for group in (group for groups in of_ranks for group in groups):
         new = [name for name in group["params"] if name not in known]
         known.update(new)
         if new:

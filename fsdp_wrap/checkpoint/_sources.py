@@ -109,9 +109,9 @@ def is_safetensors(path: Path) -> bool:
 
 
 def _of_safetensors(path: Path) -> Contents:
-    found = read_safetensors(path)
-    entries: dict[Keys, Kind] = {(name,): (value.shape, value.dtype) for name, value in found.items()}
-    return Contents("safetensors", path, entries, lambda keys: found[str(keys[0])].whole())
+    opened = read_safetensors(path)
+    entries: dict[Keys, Kind] = {(name,): (value.shape, value.dtype) for name, value in opened.items()}
+    return Contents("safetensors", path, entries, lambda keys: opened[str(keys[0])].whole())
 
 
 # files by torch.save
@@ -174,11 +174,11 @@ def of_metadata(folder: Path, metadata: Metadata) -> Contents:
     """Returns what is in a folder of DCP, or in the model of a step folder."""
     paths = metadata.planner_data or {key: (key,) for key in metadata.state_dict_metadata}  # else it is flat
     known = {tuple(path): key for key, path in paths.items()}
-    found = {keys: metadata.state_dict_metadata[key] for keys, key in known.items()}
-    entries = {keys: _kind_of(entry) for keys, entry in found.items()}
+    described = {keys: metadata.state_dict_metadata[key] for keys, key in known.items()}
+    entries = {keys: _kind_of(entry) for keys, entry in described.items()}
 
     def read_one(keys: Keys) -> Any:
-        flat: dict[str, Any] = {known[keys]: allocated(found[keys])}
+        flat: dict[str, Any] = {known[keys]: allocated(described[keys])}
         return read(KnownReader(folder, metadata), flat, ALONE, lambda: flat[known[keys]])
 
     kind = _STEP if (folder / MANIFEST).exists() else "folder of torch.distributed.checkpoint"

@@ -71,7 +71,7 @@ class Subject:
         _refuse_fewer_ranks(self.model, team.ranks)
         rank = str(team.rank)
         optim = {"optim": self._optim_state()} if self.optimizers else {}
-        extra = {rank: {name: _packed_extra(name, each) for name, each in self.extra.items()}}
+        extra = {rank: {name: _packed_extra(name, value) for name, value in self.extra.items()}}
         random_states = {rank: packed(_random_state())}
         return {"model": dict(self.model_state()), **optim, "extra": extra, "random": random_states}
 
@@ -83,7 +83,9 @@ class Subject:
         # Torch's functions for `DTensor`s step an optimizer that was never stepped, and refuse trainable
         # parameters that never had a gradient.
         how = {"to_host": False, "all_names": False, "as_dtensors": self._is_of_dtensors()}
-        parts = [sharded_optim_state_dict(self.model, each, None, **how) for each in self.optimizers]
+        parts = [
+            sharded_optim_state_dict(self.model, optimizer, None, **how) for optimizer in self.optimizers
+        ]
         return {
             "state": {name: entry for part in parts for name, entry in part["state"].items()},
             "param_groups": [group for part in parts for group in part["param_groups"]],
@@ -93,7 +95,7 @@ class Subject:
         """Loads the model and its optimizers together, on all ranks, or leaves them as they were."""
         optimizers = self.optimizers if optim is not None else []
         cut, refusing = team.agreed(
-            lambda: ([self._cut(each, optim, model) for each in optimizers], may_refuse(self.model))
+            lambda: ([self._cut(optimizer, optim, model) for optimizer in optimizers], may_refuse(self.model))
         )
 
         def load_optimizers() -> None:
@@ -112,10 +114,10 @@ class Subject:
 
     def put_in_extra(self, values: dict[str, Any]) -> dict[str, Any]:
         """Loads the objects among the extras; returns all values, and these objects in place of theirs."""
-        for name, each in self.extra.items():
-            if isinstance(each, Stateful) and name in values:
-                each.load_state_dict(values[name])
-                values[name] = each
+        for name, value in self.extra.items():
+            if isinstance(value, Stateful) and name in values:
+                value.load_state_dict(values[name])
+                values[name] = value
         return values
 
     def _cut(
@@ -136,18 +138,18 @@ class Subject:
 def _optimizers_of(optim: Any) -> list[torch.optim.Optimizer]:
     if optim is None:
         return []
-    found = list(optim) if isinstance(optim, (list, tuple)) else [optim]
-    for each in found:
-        if not isinstance(getattr(each, "param_groups", None), list):  # clients wrap optimizers
-            raise TypeError(f"optim must be one or several optimizers, not {type(each).__name__}")
-    return found
+    optimizers = list(optim) if isinstance(optim, (list, tuple)) else [optim]
+    for optimizer in optimizers:
+        if not isinstance(getattr(optimizer, "param_groups", None), list):  # clients wrap optimizers
+            raise TypeError(f"optim must be one or several optimizers, not {type(optimizer).__name__}")
+    return optimizers
 
 
 def _refuse_fewer_ranks(model: nn.Module, ranks: Collection[int]) -> None:
     """Refuses to save by ranks, as the default group counts them, that do not hold all of the model."""
     for name, holders in _holders(model):
         if lacking := set(holders) - set(ranks):
-            saving, sharding, missing = (listed(sorted(each)) for each in (ranks, holders, lacking))
+            saving, sharding, missing = (listed(sorted(numbers)) for numbers in (ranks, holders, lacking))
             raise ValueError(
                 f"process_group has the ranks {saving}, but '{name}' is sharded over {sharding}: the parts "
                 f"of {missing} would be missing; save by all ranks that shard the model"
@@ -161,7 +163,9 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
             if segment.layout.sharded and segment.layout.fqns:
                 yield segment.layout.fqns[0], handle.communicator.members
     ranks = cache(lambda mesh, dim: dist.get_process_group_ranks(mesh.get_group(dim)))
-    for name, param in ((name, each) for name, each in model.named_parameters() if isinstance(each, DTensor)):
+    for name, param in (
+        (name, param) for name, param in model.named_parameters() if isinstance(param, DTensor)
+    ):
         for dim, placement in enumerate(param.placements):
             if not placement.is_replicate():
                 yield clean_fqn(name), ranks(param.device_mesh, dim)
@@ -171,7 +175,7 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
 def staged(state: Any) -> Any:
     """Returns a copy in host memory that later training does not change."""
     return pytree.tree_map(
-        lambda each: each.to("cpu", copy=True) if isinstance(each, torch.Tensor) else copy.deepcopy(each),
+        lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
         state,
     )
 
@@ -240,7 +244,9 @@ def _kept_tensors(state: Mapping[str, Any]) -> Callable[[], None]:
 
 def may_refuse(model: nn.Module) -> bool:
     """Whether some module loads in a way of its own, which may fail half-way."""
-    return any(_loads_its_own_way(each) for each in model.modules() if WRAPPED_ATTR not in each._modules)
+    return any(
+        _loads_its_own_way(module) for module in model.modules() if WRAPPED_ATTR not in module._modules
+    )
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:

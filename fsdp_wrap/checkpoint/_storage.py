@@ -96,7 +96,9 @@ class CheckedWriter(FileSystemWriter):
             with _failures_of(sums.streams.values()):
                 results = super().write_data(plan, planner).value()
         checked: Future[list[WriteResult]] = Future()
-        checked.set_result([_Checked(**vars(each), crc=sums.streams[each.index].crc) for each in results])
+        checked.set_result(
+            [_Checked(**vars(result), crc=sums.streams[result.index].crc) for result in results]
+        )
         return checked
 
     def save(self, state: dict[str, Any], team: Team) -> None:
@@ -113,7 +115,7 @@ class CheckedWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Writes the metadata, as plain readers know it, and the manifest."""
-        results = [pickle.loads(each) if isinstance(each, bytes) else each for each in results]
+        results = [pickle.loads(of_rank) if isinstance(of_rank, bytes) else of_rank for of_rank in results]
         super().finish(metadata, results)
         files: dict[str, list[list[int]]] = {}
         for result in (cast(_Checked, result) for of_rank in results for result in of_rank):
@@ -229,8 +231,8 @@ def write_file(value: Any, path: Path) -> None:
 
 def rank_of(file: str) -> int:
     """Returns the rank that writes a file: the first writes the common ones."""
-    found = _FILE.fullmatch(file)
-    return int(found[1]) if found else 0
+    match = _FILE.fullmatch(file)
+    return int(match[1]) if match else 0
 
 
 def _payload(item: WriteItem) -> int:
@@ -349,8 +351,8 @@ def _head_of(dtype: torch.dtype, shape: torch.Size) -> bytes:
     written = _Unseekable()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), written)
-    found = _RECORD.search(written.getvalue())
-    return written.getvalue()[: found.end() + int.from_bytes(found[1], "little")] if found else b"none"
+    match = _RECORD.search(written.getvalue())
+    return written.getvalue()[: match.end() + int.from_bytes(match[1], "little")] if match else b"none"
 
 
 class _ValuesPlanner(DefaultLoadPlanner):

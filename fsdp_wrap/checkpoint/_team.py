@@ -131,7 +131,7 @@ class Team:
         failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
         if values is None or failures:
             raise _combined(failures, self.size) from cause
-        return values[0], [cast(S, each) for each, _ in outcomes]
+        return values[0], [cast(S, value) for value, _ in outcomes]
 
     @contextmanager
     def in_dcp(self, doing: str) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Team:
                 yield
         except CheckpointException as error:
             own, _ = error.failures.get(self.rank, (None, None))
-            failures = {rank: _portable(each) for rank, (each, _) in error.failures.items()}
+            failures = {rank: _portable(exception) for rank, (exception, _) in error.failures.items()}
             raise RuntimeError(f"{doing} failed: {_combined(failures, int(self.group is None))}") from own
 
     @contextmanager

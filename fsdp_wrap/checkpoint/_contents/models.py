@@ -58,9 +58,9 @@ class Source:
     def others(self) -> dict[Keys, str]:
         """What lies beside the tensors and is none, by its keys: extra states of modules, and numbers."""
         within = {keys[:-1] for keys in self.names}
-        found = (keys for keys, kind in self.held.entries.items() if kind is None and keys[:-1] in within)
+        beside = (keys for keys, kind in self.held.entries.items() if kind is None and keys[:-1] in within)
         owned = of_optimizers(self.held.entries)
-        return {keys: str(keys[-1]) for keys in found if keys not in owned}
+        return {keys: str(keys[-1]) for keys in beside if keys not in owned}
 
     def bare(self) -> Source:
         """Returns the model without extra states of modules."""
@@ -78,16 +78,16 @@ class Source:
                 shown = nested(keys) if keys in owned else keys
                 depth = next((at for at in range(1, len(shown)) if shown[:at] not in above), len(shown))
                 parts.setdefault(shown[:depth], []).append(keys)
-        return [_told(dotted(part), each, self.held, owned) for part, each in parts.items()]
+        return [_told(dotted(part), members, self.held, owned) for part, members in parts.items()]
 
 
-def _told(part: str, each: Sequence[Keys], held: Contents, owned: Collection[Keys]) -> str:
+def _told(part: str, members: Sequence[Keys], held: Contents, owned: Collection[Keys]) -> str:
     """Returns a few words on a part of a checkpoint."""
-    kinds = [kind for keys in each if (kind := held.entries[keys])]
+    kinds = [kind for keys in members if (kind := held.entries[keys])]
     tensors = f", {counted(len(kinds), 'tensor')}" if kinds else ""
-    if each[0] in owned:
+    if members[0] in owned:
         return f"{part} (an optimizer's{tensors})"
-    if len(each) == len(kinds) == 1:
+    if len(members) == len(kinds) == 1:
         return f"{part} ({format_dtype(kinds[0][1])} {list(kinds[0][0])})"
     return f"{part} ({tensors.removeprefix(', ')})" if kinds else part
 
@@ -103,12 +103,12 @@ def model_in(held: Contents, wanted: str | None = None) -> Source:
     Raises:
         ValueError: If there is none, or are several: with all that are there.
     """
-    found = models_in(held, wanted)
-    if len(found) == 1:
-        return found[0]
-    models = _listed(f"{source.option} ({counted(len(source.described), 'tensor')})" for source in found)
+    sources = models_in(held, wanted)
+    if len(sources) == 1:
+        return sources[0]
+    models = _listed(f"{source.option} ({counted(len(source.described), 'tensor')})" for source in sources)
     raise ValueError(
-        f"{held.place} holds {len(found)} models: {models}. Name one of them, or all below a name as one: "
+        f"{held.place} holds {len(sources)} models: {models}. Name one of them, or all below a name as one: "
         "--model 'NAME.*'"
     )
 

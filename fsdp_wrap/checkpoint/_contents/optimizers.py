@@ -25,8 +25,8 @@ def dotted(keys: Iterable[object]) -> str:
 def nested(keys: Keys) -> Keys:
     """Returns the keys of an optimizer's entry; a name such as `state.weight.exp_avg` is taken apart."""
     for at, key in enumerate(keys):
-        if found := _FLAT.fullmatch(str(key)):
-            return (*keys[:at], *found.groups(), *keys[at + 1 :])
+        if match := _FLAT.fullmatch(str(key)):
+            return (*keys[:at], *match.groups(), *keys[at + 1 :])
     return keys
 
 
@@ -47,9 +47,9 @@ def of_optimizers(entries: Mapping[Keys, Kind]) -> set[Keys]:
         for at, key in enumerate(keys):
             if keys[:at] in groups and key in ("state", "param_groups"):
                 owned.add(keys)
-            elif keys[:at] in flat and (found := _FLAT.fullmatch(str(key))):
-                names = (found[2][: dot.start()] for dot in re.finditer(r"\.", found[2]))
-                if found[1] == "param_groups" or any(name in flat[keys[:at]] for name in names):
+            elif keys[:at] in flat and (match := _FLAT.fullmatch(str(key))):
+                names = (match[2][: dot.start()] for dot in re.finditer(r"\.", match[2]))
+                if match[1] == "param_groups" or any(name in flat[keys[:at]] for name in names):
                     owned.add(keys)
     return owned | _like_parameters({keys: kind for keys, kind in entries.items() if keys not in owned})
 
@@ -58,8 +58,8 @@ def _like_parameters(entries: Mapping[Keys, Kind]) -> set[Keys]:
     """Returns the entries below each `state` in which all are called as, and shaped like, another tensor."""
     states: dict[str, dict[Keys, str]] = {}
     for keys, kind in entries.items():
-        if kind and (found := _PER_PARAM.fullmatch(dotted(keys))):
-            states.setdefault(found[1], {})[keys] = found[2]
+        if kind and (match := _PER_PARAM.fullmatch(dotted(keys))):
+            states.setdefault(match[1], {})[keys] = match[2]
     if not states:
         return set()
     shapes: dict[str, set[tuple[int, ...]]] = {}
@@ -75,5 +75,5 @@ def _like_parameters(entries: Mapping[Keys, Kind]) -> set[Keys]:
         return param in shapes and (shape in shapes[param] or math.prod(shape) == 1)
 
     return {
-        keys for each in states.values() if all(is_state(*item) for item in each.items()) for keys in each
+        keys for state in states.values() if all(is_state(*item) for item in state.items()) for keys in state
     }
