@@ -38,11 +38,11 @@ def merged(
             f"'{quantised[0]}' is of a tensor subclass, to which an adapter cannot be added: use "
             "adapters='apart'"
         )
-    found: dict[str, Formula] = {}
+    formulas: dict[str, Formula] = {}
     for name in plain:
         if name in sums or name in left:
-            found[_without_adapters(name)] = sums.get(name) or cast(left[name], dtype, subclasses)
-    return found
+            formulas[_without_adapters(name)] = sums.get(name) or cast(left[name], dtype, subclasses)
+    return formulas
 
 
 def cast(tensor: SourceTensor, dtype: torch.dtype | None, subclasses: Collection[str]) -> SourceTensor:
@@ -61,7 +61,9 @@ def _of_layer(
     own = {name: left.pop(name) for name in names}
     active = [] if layer.merged or layer.disable_adapters else [*layer.active_adapters]
     added = []
-    for adapter in (each for each in active if each in layer.lora_A or each in layer.lora_embedding_A):
+    for adapter in (
+        adapter for adapter in active if adapter in layer.lora_A or adapter in layer.lora_embedding_A
+    ):
         of_adapter = {name: taken for name, taken in own.items() if f".{adapter}." in f"{name}."}
         wanted = [f"{prefix}{part}.{adapter}.weight" for part in ("lora_A", "lora_B")]
         if [*of_adapter] != wanted or any(len(taken.shape) != 2 for taken in of_adapter.values()):
@@ -99,4 +101,4 @@ def _without_adapters(name: str) -> str:
     if _SAVED in path:
         place = path.index(_SAVED)
         del path[place : place + 2]
-    return ".".join(each for each in path if each not in (_BASE, _ORIGINAL))
+    return ".".join(part for part in path if part not in (_BASE, _ORIGINAL))

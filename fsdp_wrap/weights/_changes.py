@@ -112,9 +112,9 @@ class _Snapshot:
     def _differing(self, held: torch.Tensor) -> torch.Tensor:
         """Returns the indices in the shard of elements whose bits differ, int64."""
         differs = torch.empty(len(held), dtype=torch.bool)
-        pieces = (torch.split(each, _AT_ONCE) for each in (held, self._values, differs))
-        for now, before, found in zip(*pieces):
-            torch.ne(_bits(now.to("cpu", before.dtype)), _bits(before), out=found)
+        pieces = (torch.split(tensor, _AT_ONCE) for tensor in (held, self._values, differs))
+        for now, before, flags in zip(*pieces):
+            torch.ne(_bits(now.to("cpu", before.dtype)), _bits(before), out=flags)
         return differs.nonzero().view(-1)
 
 
@@ -126,7 +126,8 @@ class WeightChanges:
         originals = self._originals()
         self._extents = _extents(originals)
         self._snapshots = {
-            each.fqn: _Snapshot(each, self._dtype_of(each)) for each in first_holders(model, originals)
+            original.fqn: _Snapshot(original, self._dtype_of(original))
+            for original in first_holders(model, originals)
         }
 
     def collect(self, checksums: bool = True) -> Changes:
@@ -150,7 +151,7 @@ class WeightChanges:
                     f"'{name}' is not what it was when weight_changes() was called: call it again"
                 )
         holders = first_holders(self._model, originals)
-        own = [self._snapshots[each.fqn].follow(each, checksums) for each in holders]
+        own = [self._snapshots[original.fqn].follow(original, checksums) for original in holders]
         return _joined(gathered_on_first_rank(self._model, own), checksums)
 
     def _originals(self) -> list[Original]:
@@ -159,8 +160,8 @@ class WeightChanges:
         if self._buffers:
             buffers = persistent_buffers(self._model, units)
             originals += [uncut(name, _unless_cut(buffer)) for name, buffer in buffers]
-        for each in originals:
-            _refuse(each)
+        for original in originals:
+            _refuse(original)
         return originals
 
     def _dtype_of(self, original: Original) -> torch.dtype:
@@ -170,7 +171,10 @@ class WeightChanges:
 
 def _extents(originals: Iterable[Original]) -> dict[str, tuple[torch.Size, int, int]]:
     """Returns, by name, the shape of each parameter and which of its elements this rank holds."""
-    return {each.fqn: (each.shape, each.interval.start, each.interval.stop) for each in originals}
+    return {
+        original.fqn: (original.shape, original.interval.start, original.interval.stop)
+        for original in originals
+    }
 
 
 def _unless_cut(buffer: torch.Tensor) -> torch.Tensor:
@@ -208,8 +212,8 @@ def _whole_index(original: Original, local: torch.Tensor) -> torch.Tensor:
 
 def _sum_of(values: torch.Tensor, index: torch.Tensor) -> int:
     """Returns some elements' part of a checksum; the order does not matter."""
-    pieces = (torch.split(each, _MIXED) for each in (_bits(values), index))
-    return sum(_sum_of_few(*each) for each in zip(*pieces))
+    pieces = (torch.split(tensor, _MIXED) for tensor in (_bits(values), index))
+    return sum(_sum_of_few(*piece) for piece in zip(*pieces))
 
 
 def _sum_of_all(values: torch.Tensor, index_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
@@ -234,18 +238,18 @@ def _wrapped(total: int) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _joined(found: Iterable[ShardChanges], checksums: bool) -> Changes:
+def _joined(shard_changes: Iterable[ShardChanges], checksums: bool) -> Changes:
     """Returns all ranks' changes by parameter."""
     pieces: dict[str, list[ShardChanges]] = {}
-    for each in found:
-        pieces.setdefault(each.name, []).append(each)
+    for change in shard_changes:
+        pieces.setdefault(change.name, []).append(change)
     changes, sums = [], {}
     for name, several in pieces.items():
-        index = torch.cat([each.index for each in several]).to(torch.int64)
+        index = torch.cat([part.index for part in several]).to(torch.int64)
         if len(index):
-            changes.append(Change(name, index, torch.cat([each.value for each in several])))
+            changes.append(Change(name, index, torch.cat([part.value for part in several])))
         if checksums:
-            sums[name] = _wrapped(sum(each.total for each in several))
+            sums[name] = _wrapped(sum(part.total for part in several))
     return Changes(changes, sums)
 
 

@@ -194,11 +194,11 @@ class Update:
         if self.whole:
             raise ValueError(f"version {self.version} is whole, and has no changes: iterate over it")
         stored = self._stored
-        found = [
+        changes = [
             Change(name, stored[_INDEX + name].whole(), stored[_VALUE + name].whole())
             for name, *_ in self.metadata
         ]
-        return Changes(found, self._checksums)
+        return Changes(changes, self._checksums)
 
     def apply(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Writes the update into tensors, in place.
@@ -214,9 +214,11 @@ class Update:
             apply_changes(state_dict, self.changes())
             return
         for name, dtype, shape in self.metadata:
-            found = state_dict.get(name)
-            if found is None or (found.dtype, tuple(found.shape)) != (dtype, shape):
-                has = "there is none" if found is None else f"here it is {found.dtype}, {tuple(found.shape)}"
+            target = state_dict.get(name)
+            if target is None or (target.dtype, tuple(target.shape)) != (dtype, shape):
+                has = (
+                    "there is none" if target is None else f"here it is {target.dtype}, {tuple(target.shape)}"
+                )
                 raise ValueError(f"'{name}' comes as {dtype}, {shape}, and {has}")
         for name, tensor in self:
             state_dict[name].detach().copy_(tensor)
@@ -257,18 +259,18 @@ def stored(path: str | os.PathLike[str], after: int = 0, timeout: float | None =
 
 def _versions(folder: Path) -> list[int]:
     prefix = _NAME.split("{")[0]
-    found = (path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*"))
-    return [int(number) for number in found if number.isdecimal()]
+    numbers = (path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*"))
+    return [int(number) for number in numbers if number.isdecimal()]
 
 
 def _whole(folder: Path) -> list[int]:
     """Returns the whole versions in order, without damaged ones."""
-    found = []
+    versions = []
     for version in sorted(_versions(folder)):
         with suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads((folder / _NAME.format(version) / _ABOUT).read_bytes())["whole"]:
-                found.append(version)
-    return found
+                versions.append(version)
+    return versions
 
 
 def _next(folder: Path, after: int) -> int | None:

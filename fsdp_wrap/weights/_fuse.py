@@ -31,29 +31,29 @@ def check_rules(fuse: Rules | None) -> Rules:
 def fused(made: dict[str, Formula], rules: Rules) -> dict[str, Formula]:
     """Joins tensors by rules, one rule after the other; what is joined stands where its first part stood."""
     for joined, parts in rules.items():
-        found = _stacks(made, joined, parts) if isinstance(parts, str) else _rows(made, joined, parts)
-        if not found:
+        joins = _stacks(made, joined, parts) if isinstance(parts, str) else _rows(made, joined, parts)
+        if not joins:
             first = next(iter(made), "none")
             raise ValueError(f"fuse[{joined!r}] = {parts!r} fits no parameter; they are named as '{first}'")
-        made = _replaced(made, found, stacked=isinstance(parts, str))
+        made = _replaced(made, joins, stacked=isinstance(parts, str))
     return made
 
 
 def _rows(made: dict[str, Formula], joined: str, parts: Sequence[str]) -> dict[str, list[str]]:
     """Returns the names of the parts by the fused tensor's name."""
-    found: dict[str, list[str]] = {}
+    joins: dict[str, list[str]] = {}
     for name in made:
         path = name.split(".")
-        for place, each in enumerate(path):
-            if each in parts:
+        for place, component in enumerate(path):
+            if component in parts:
                 wanted = [".".join([*path[:place], part, *path[place + 1 :]]) for part in parts]
                 lacking = [part for part in wanted if part not in made]
                 if lacking:
                     raise ValueError(
                         f"fuse[{joined!r}] joins {', '.join(parts)}: there is '{name}', and no '{lacking[0]}'"
                     )
-                found[".".join([*path[:place], joined, *path[place + 1 :]])] = wanted
-    return found
+                joins[".".join([*path[:place], joined, *path[place + 1 :]])] = wanted
+    return joins
 
 
 def _stacks(made: dict[str, Formula], joined: str, pattern: str) -> dict[str, list[str]]:
@@ -64,7 +64,10 @@ def _stacks(made: dict[str, Formula], joined: str, pattern: str) -> dict[str, li
         path = name.split(".")
         for begin in range(len(path) - len(wanted) + 1):
             piece = path[begin : begin + len(wanted)]
-            if all(each == want or (want == _ANY and each.isdecimal()) for each, want in zip(piece, wanted)):
+            if all(
+                component == want or (want == _ANY and component.isdecimal())
+                for component, want in zip(piece, wanted)
+            ):
                 stack = ".".join([*path[:begin], joined, *path[begin + len(wanted) :]])
                 numbered.setdefault(stack, {})[int(piece[wanted.index(_ANY)])] = name
     for stack, names in numbered.items():
@@ -76,18 +79,18 @@ def _stacks(made: dict[str, Formula], joined: str, pattern: str) -> dict[str, li
     return {stack: [names[number] for number in sorted(names)] for stack, names in numbered.items()}
 
 
-def _replaced(made: dict[str, Formula], found: dict[str, list[str]], stacked: bool) -> dict[str, Formula]:
+def _replaced(made: dict[str, Formula], joins: dict[str, list[str]], stacked: bool) -> dict[str, Formula]:
     joined = {
-        stack: _joined(stack, {name: made[name] for name in names}, stacked) for stack, names in found.items()
+        stack: _joined(stack, {name: made[name] for name in names}, stacked) for stack, names in joins.items()
     }
-    firsts = {min(names, key=[*made].index): stack for stack, names in found.items()}
-    parts = {name for names in found.values() for name in names}
+    firsts = {min(names, key=[*made].index): stack for stack, names in joins.items()}
+    parts = {name for names in joins.values() for name in names}
     result: dict[str, Formula] = {}
-    for name, each in made.items():
+    for name, formula in made.items():
         if name in firsts:
             result[firsts[name]] = joined[firsts[name]]
         elif name not in parts:
-            result[name] = each
+            result[name] = formula
     return result
 
 
@@ -96,10 +99,10 @@ def _joined(stack: str, parts: Mapping[str, Formula], stacked: bool) -> Joined:
     skipped = 0 if stacked else 1
     if not stacked and not first.shape:
         raise ValueError(f"'{first_name}' has no dimensions, and so cannot be joined into '{stack}'")
-    for name, each in parts.items():
-        if each.dtype != first.dtype or each.shape[skipped:] != first.shape[skipped:]:
+    for name, formula in parts.items():
+        if formula.dtype != first.dtype or formula.shape[skipped:] != first.shape[skipped:]:
             raise ValueError(
-                f"'{name}' ({each.dtype}, {tuple(each.shape)}) does not fit '{first_name}' ({first.dtype}, "
-                f"{tuple(first.shape)}), with which fuse joins it into '{stack}'"
+                f"'{name}' ({formula.dtype}, {tuple(formula.shape)}) does not fit '{first_name}' "
+                f"({first.dtype}, {tuple(first.shape)}), with which fuse joins it into '{stack}'"
             )
     return Joined([*parts.values()], stacked)

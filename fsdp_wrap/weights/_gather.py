@@ -31,7 +31,7 @@ class ShardChanges:
 def first_holders(model: nn.Module, originals: Iterable[Original]) -> list[Original]:
     """Returns the parameters of which this rank has elements that no rank before it has."""
     first = FirstRank(model)
-    return [each for each in originals if _is_first(each, first)]
+    return [original for original in originals if _is_first(original, first)]
 
 
 def _is_first(original: Original, first: FirstRank) -> bool:
@@ -45,16 +45,19 @@ def _is_first(original: Original, first: FirstRank) -> bool:
 
 def gathered_on_first_rank(model: nn.Module, own: Sequence[ShardChanges]) -> list[ShardChanges]:
     """Returns all ranks' changes on the first rank, in rank order; nothing on others. Collective."""
-    first, found = FirstRank(model), [*own]
+    first, changes = FirstRank(model), [*own]
     for communicator in reversed(first.steps):
-        found = _gathered(communicator, found)
-    return found if first.is_here else []
+        changes = _gathered(communicator, changes)
+    return changes if first.is_here else []
 
 
 def _gathered(communicator: Communicator, own: Sequence[ShardChanges]) -> list[ShardChanges]:
     """Gathers changes on the first rank of a group; the others keep nothing."""
     data = _packed(own)
-    notes = [(each.name, len(each.index), (each.index.dtype, each.value.dtype), each.total) for each in own]
+    notes = [
+        (change.name, len(change.index), (change.index.dtype, change.value.dtype), change.total)
+        for change in own
+    ]
     by_rank = communicator.all_gather_object((len(data), notes))
     most, device = max(size for size, _ in by_rank), communicator.device
     padded = torch.cat([data, data.new_zeros(most - len(data))]).to(device)
@@ -64,13 +67,13 @@ def _gathered(communicator: Communicator, own: Sequence[ShardChanges]) -> list[S
     if full is None:
         return []
     rows = full.view(communicator.size, most).cpu()
-    return [each for row, (_, notes) in zip(rows, by_rank) for each in _unpacked(row, notes)]
+    return [change for row, (_, notes) in zip(rows, by_rank) for change in _unpacked(row, notes)]
 
 
-def _packed(found: Iterable[ShardChanges]) -> torch.Tensor:
+def _packed(changes: Iterable[ShardChanges]) -> torch.Tensor:
     parts = [torch.empty(0, dtype=torch.uint8)]
-    for each in found:
-        for tensor in (each.index, each.value):
+    for change in changes:
+        for tensor in (change.index, change.value):
             data = tensor.contiguous().view(torch.uint8)
             parts += [data, data.new_zeros(-len(data) % _ALIGNMENT_BYTES)]
     return torch.cat(parts)

@@ -78,7 +78,7 @@ class Merged:
 
     @property
     def sources(self) -> list[SourceTensor]:
-        return [*chain.from_iterable((each.first, each.second) for each in self.added), self.base]
+        return [*chain.from_iterable((low_rank.first, low_rank.second) for low_rank in self.added), self.base]
 
     @property
     def nbytes_beside(self) -> int:
@@ -95,8 +95,8 @@ class Merged:
         weight = fetch()
         wide = weight.to(self._wide)
         target = wide.t() if self.transposed else wide
-        for (first, second), each in zip(pairs, self.added):
-            target.addmm_(second.to(wide.dtype), first.to(wide.dtype), alpha=each.scale)
+        for (first, second), low_rank in zip(pairs, self.added):
+            target.addmm_(second.to(wide.dtype), first.to(wide.dtype), alpha=low_rank.scale)
         return wide.to(self.dtype)
 
 

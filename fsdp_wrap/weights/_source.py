@@ -86,23 +86,23 @@ def weight_source(
     if adapters == "merge":
         made = merged(model, plain, dtype, params.subclasses)
     else:
-        made = {name: cast(each, dtype, params.subclasses) for name, each in plain.items()}
+        made = {name: cast(tensor, dtype, params.subclasses) for name, tensor in plain.items()}
     return WeightSource(model, _renamed(fused(made, rules), rename), nbytes, buffers, rank0_only)
 
 
 def _renamed(made: dict[str, Formula], rename: Callable[[str], str] | None) -> dict[str, Formula]:
     if rename is None:
         return made
-    found: dict[str, Formula] = {}
+    renamed: dict[str, Formula] = {}
     before: dict[str, str] = {}
-    for name, each in made.items():
+    for name, formula in made.items():
         new = rename(name)
         if not isinstance(new, str):
             raise TypeError(f"rename must return a name, and returned {new!r} for '{name}'")
-        if new in found:
+        if new in renamed:
             raise ValueError(f"rename makes '{new}' of both '{before[new]}' and '{name}'")
-        found[new], before[new] = each, name
-    return found
+        renamed[new], before[new] = formula, name
+    return renamed
 
 
 class WeightSource:
