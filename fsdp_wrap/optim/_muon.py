@@ -123,11 +123,11 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{"params": list(self.matrices.params)}], defaults)
         adamw = partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay)
         matrices = {*self.matrices.names}
-        rest = [each for each in sharded_params_in(model) if each.fqn not in matrices]
+        rest = [sharded for sharded in sharded_params_in(model) if sharded.fqn not in matrices]
         self.others = _made(rest, other or adamw)
-        for each in self.others:
-            self.param_groups.extend(each.param_groups)
-            self.state.update(each.state)  # some make it at once, as Adagrad does
+        for optimizer in self.others:
+            self.param_groups.extend(optimizer.param_groups)
+            self.state.update(optimizer.state)  # some make it at once, as Adagrad does
         note_knows_shards(self)
         self._pieces = [p for group in self.param_groups for p in group["params"] if isinstance(p, FlatPiece)]
         self._entries = 0  # of the state, when it was put in order
@@ -174,10 +174,10 @@ class Muon(torch.optim.Optimizer):
             piece.follow()
         self._step_matrices(self.param_groups[0])
         first = 1
-        for each in self.others:
-            last = first + len(each.param_groups)
-            each.param_groups, each.state = self.param_groups[first:last], self.state
-            each.step()
+        for optimizer in self.others:
+            last = first + len(optimizer.param_groups)
+            optimizer.param_groups, optimizer.state = self.param_groups[first:last], self.state
+            optimizer.step()
             first = last
         if len(self.state) != self._entries:
             self._entries = len(self.state)
@@ -190,7 +190,7 @@ class Muon(torch.optim.Optimizer):
         present = [param.grad is not None for param in params]
         of_model = self._has_matrices(params)
         active = self.matrices.agreed(present) if of_model else present
-        chosen = [index for index, each in enumerate(present) if each and active[index]]
+        chosen = [index for index, has_grad in enumerate(present) if has_grad and active[index]]
         updates: list[torch.Tensor | None] = [None] * len(params)
         for index, update in zip(chosen, self._averaged([params[index] for index in chosen], group)):
             updates[index] = update
@@ -232,14 +232,14 @@ class Muon(torch.optim.Optimizer):
         ratio = RATIOS[group["adjust_lr_fn"]]
         ratios = [{ratio(*shape) for shape in shapes} for shapes in self._shapes]
         # Those whose matrices do not have one ratio between them.
-        scaled = {name for name, each in zip(self.matrices.names, ratios) if len(each) > 1}
+        scaled = {name for name, values in zip(self.matrices.names, ratios) if len(values) > 1}
 
         def compute(stack: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
-            found = orthogonalized(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            factors = [ratio(*each.shape) if each.parameter in scaled else 1.0 for each in matrices]
+            orthogonal = orthogonalized(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            factors = [ratio(*matrix.shape) if matrix.parameter in scaled else 1.0 for matrix in matrices]
             if any(factor != 1 for factor in factors):
-                foreach_mul_([*found.unbind()], factors)
-            return found
+                foreach_mul_([*orthogonal.unbind()], factors)
+            return orthogonal
 
         results = self.matrices.compute(updates, active, compute, self._ns_dtype)
         lr = float(group["lr"])
@@ -252,7 +252,7 @@ class Muon(torch.optim.Optimizer):
             foreach_mul_(held, 1 - lr * group["weight_decay"])
             steps = [result for index in indices if (result := results[index]) is not None]
             foreach_add_(held, steps, alpha=-lr * factor)
-        chosen = [self.matrices.params[index] for each in by_ratio.values() for index in each]
+        chosen = [self.matrices.params[index] for indices in by_ratio.values() for index in indices]
         increment_version([param for param in chosen if isinstance(param, DTensor)])
 
 
@@ -301,19 +301,19 @@ def _made(
         return [_checked(other, held)] if held else []
     check_patterns(held, other, "other")
     chosen: dict[str, list[ShardedParam]] = {pattern: [] for pattern in other}
-    for each in held:
-        pattern = next((pattern for pattern in other if matches(each, [pattern])), None)
+    for sharded in held:
+        pattern = next((pattern for pattern in other if matches(sharded, [pattern])), None)
         if pattern is None:
             raise ValueError(
-                f"parameter '{each.fqn}' of shape {tuple(each.shape)} is no matrix to Muon, and fits none of "
-                f"{', '.join(map(repr, other))}: let other have an entry '*' for all that is left"
+                f"parameter '{sharded.fqn}' of shape {tuple(sharded.shape)} is no matrix to Muon, and fits "
+                f"none of {', '.join(map(repr, other))}: let other have an entry '*' for all that is left"
             )
-        chosen[pattern].append(each)
-    return [_checked(other[pattern], found) for pattern, found in chosen.items() if found]
+        chosen[pattern].append(sharded)
+    return [_checked(other[pattern], params) for pattern, params in chosen.items() if params]
 
 
 def _checked(factory: Factory, held: Sequence[ShardedParam]) -> torch.optim.Optimizer:
-    optimizer = factory([each.param for each in held])
+    optimizer = factory([sharded.param for sharded in held])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"other must make a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     return on_shards(optimizer)

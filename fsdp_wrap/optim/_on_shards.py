@@ -121,8 +121,8 @@ def stepping_within(
         with torch.enable_grad():
             loss = None if closure is None else closure()  # which may look at parameters and gradients
         with around(self):
-            found = step_of_kind(self, *args, **kwargs)
-        return found if closure is None else loss
+            result = step_of_kind(self, *args, **kwargs)
+        return result if closure is None else loss
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True  # else torch would do so again
@@ -191,8 +191,8 @@ class _KeptShards:
 
 def _let_go(kept: weakref.ref[_KeptShards], _: Any) -> None:
     """Frees the shards; a step that goes on keeps its own."""
-    if (found := kept()) is not None:
-        found._shards = None
+    if (kept_shards := kept()) is not None:
+        kept_shards._shards = None
 
 
 class _PlainShards:
@@ -209,11 +209,11 @@ class _PlainShards:
         self._fused = [group.get("fused") for group in groups]
         self._all = [*chain.from_iterable(chosen)]  # the `DTensor`s that are shown as shards
         shown = {*self._all}
-        self._others = [each for each in self._known if each not in shown]
+        self._others = [param for param in self._known if param not in shown]
         self._memory, self._gone = _memory_of(self._all), gone
         self._watched = self._watching(map(_LOCAL, self._all))
         joins = kind.__module__.startswith("torch.optim.") and not any(map(is_state_offloaded, self._all))
-        self._runs = ShardRuns(found for found, fused in zip(chosen, self._fused) if joins and not fused)
+        self._runs = ShardRuns(params for params, fused in zip(chosen, self._fused) if joins and not fused)
         self._wanted: list[ShardRun] = []  # those whose gradients lie as the shards do
         self._joint: list[ShardRun] = []  # those of them that are updated as one
         self._params: list[Any] = []  # the `DTensor`s in none of these
@@ -261,14 +261,15 @@ class _PlainShards:
         stand_ins = {param: [shard] for param, shard in zip(self._params, self._shards)}
         stand_ins |= {param: [] for param in in_runs} | {run.params[0]: [run.shard] for run in joint}
         self._lists = [
-            [each for param in group["params"] for each in stand_ins.get(param, [param])] for group in groups
+            [stand_in for param in group["params"] for stand_in in stand_ins.get(param, [param])]
+            for group in groups
         ]
         self._state = defaultdict(dict, {run.shard: state for run, state in joint.items()})
         self._state |= {key: state for key, state in public.items() if key not in stand_ins}
         taken = [
             (public[param], shard) for param, shard in zip(self._params, self._shards) if param in public
         ]
-        self._state |= {shard: {key: to_local(each[key]) for key in each} for each, shard in taken}
+        self._state |= {shard: {key: to_local(state[key]) for key in state} for state, shard in taken}
         self._note(public)
 
     @contextmanager
@@ -320,7 +321,9 @@ class _PlainShards:
         self._own = _StateSnapshot(self._state, self._shards)
 
     def _watching(self, values: Iterable[Any]) -> list[Any]:
-        return [weakref.ref(each, self._gone) if isinstance(each, torch.Tensor) else each for each in values]
+        return [
+            weakref.ref(value, self._gone) if isinstance(value, torch.Tensor) else value for value in values
+        ]
 
 
 class _StateSnapshot:
@@ -351,9 +354,9 @@ class _StateSnapshot:
 
 def _chosen(group: dict[str, Any], takes_all: bool) -> list[Any]:
     """Returns the `DTensor`s of a group that are shown as shards: all, or none if one is not to be."""
-    found: list[Any] = [each for each in group["params"] if isinstance(each, DTensor)]
-    ours = all(is_owned(each) and type(each._local_tensor) is torch.Tensor for each in found)
-    return found if takes_all or ours else []
+    dtensors: list[Any] = [param for param in group["params"] if isinstance(param, DTensor)]
+    ours = all(is_owned(param) and type(param._local_tensor) is torch.Tensor for param in dtensors)
+    return dtensors if takes_all or ours else []
 
 
 def _params_in(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:

@@ -68,13 +68,13 @@ class OwnedMatrices:
     """
 
     def __init__(self, held: Sequence[ShardedParam], views: Mapping[str, View]) -> None:
-        self.params = [each.param for each in held]
-        self.names = [each.fqn for each in held]
-        blocks = [_blocks(each, views.get(each.fqn, whole)) for each in held]
+        self.params = [sharded.param for sharded in held]
+        self.names = [sharded.fqn for sharded in held]
+        blocks = [_blocks(sharded, views.get(sharded.fqn, whole)) for sharded in held]
         self._held, self._owner_groups = held, _owner_groups_of(held, blocks)
         order = {fqn: index for index, fqn in enumerate(self.names)}
-        found = [matrix for group, _ in self._owner_groups for matrix in group.matrices]
-        self.matrices: list[Matrix] = sorted(found, key=lambda matrix: order[matrix.parameter])
+        matrices = [matrix for group, _ in self._owner_groups for matrix in group.matrices]
+        self.matrices: list[Matrix] = sorted(matrices, key=lambda matrix: order[matrix.parameter])
 
     def __repr__(self) -> str:
         return f"OwnedMatrices({len(self.matrices)} matrices of {len(self.params)} parameters)"
@@ -157,8 +157,8 @@ class OwnedMatrices:
         results: list[torch.Tensor | None] = [None] * len(values)
         for group, indices in self._owner_groups:
             flat = [None if value is None else flattened(value) for value in (values[i] for i in indices)]
-            found = group.update(flat, [active[index] for index in indices], compute, dtype)
-            for index, result in zip(indices, found):
+            parts = group.update(flat, [active[index] for index in indices], compute, dtype)
+            for index, result in zip(indices, parts):
                 value = values[index]
                 if result is not None and value is not None:
                     results[index] = result.view(to_local(value).shape)
@@ -180,8 +180,8 @@ class _Guarded:
         try:
             result = self._function(value, matrix)
             if not isinstance(result, torch.Tensor) or result.shape != value.shape:
-                found = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
-                raise ValueError(f"it returned {found}, not a tensor of shape {matrix.shape}")
+                returned = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                raise ValueError(f"it returned {returned}, not a tensor of shape {matrix.shape}")
             return result.to(value.dtype)
         except Exception as error:
             if self._error is None:
@@ -194,7 +194,7 @@ class _Guarded:
 
     def tell(self, communicator: Communicator) -> None:
         """Raises on all ranks if the function has raised on any; collective."""
-        if told := [each for each in communicator.all_gather_object(self._told) if each]:
+        if told := [message for message in communicator.all_gather_object(self._told) if message]:
             raise RuntimeError(told[0]) from self._error
 
 
@@ -204,8 +204,8 @@ def _owner_groups_of(
     """Groups the parameters by the ranks over which they are sharded."""
     communicators = Communicators()
     members: dict[Communicator, list[int]] = {}
-    for index, each in enumerate(held):
-        members.setdefault(communicators.of(each), []).append(index)
+    for index, sharded in enumerate(held):
+        members.setdefault(communicators.of(sharded), []).append(index)
     order = sorted(members.items(), key=lambda item: sorted(item[0].members))  # on all ranks the same
     return [
         (OwnerGroup(communicator, [held[i] for i in indices], [blocks[i] for i in indices], _ROUND), indices)
@@ -233,8 +233,8 @@ def check_patterns(held: Sequence[ShardedParam], patterns: Iterable[str], argume
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"{argument} takes names as strings, not {pattern!r}")
-        if not any(matches(each, [pattern]) for each in held):
-            names = ", ".join(each.fqn for each in held[:3])
+        if not any(matches(sharded, [pattern]) for sharded in held):
+            names = ", ".join(sharded.fqn for sharded in held[:3])
             raise ValueError(
                 f"{argument}: '{pattern}' names no parameter of the model, which has {names}, ..."
             )
@@ -244,14 +244,14 @@ def _views_of(held: Sequence[ShardedParam], view: Views) -> dict[str, View]:
     if view is None:
         return {}
     if callable(view):
-        return {each.fqn: view for each in held}
+        return {sharded.fqn: view for sharded in held}
     if not isinstance(view, Mapping) or not all(map(callable, view.values())):
         raise TypeError("view must be a view, such as per_head(8), or a dict of views by name")
     check_patterns(held, view, "view")
     return {
-        each.fqn: next(found for pattern, found in view.items() if matches(each, [pattern]))
-        for each in held
-        if matches(each, view)
+        sharded.fqn: next(chosen for pattern, chosen in view.items() if matches(sharded, [pattern]))
+        for sharded in held
+        if matches(sharded, view)
     }
 
 
@@ -265,11 +265,11 @@ def selected(held: Sequence[ShardedParam], select: Select, named: Container[str]
     By default these are matrices with elements, but for embeddings, and what is named.
     """
     if select is None:
-        return [each for each in held if each.fqn in named or _is_matrix(each)]
+        return [sharded for sharded in held if sharded.fqn in named or _is_matrix(sharded)]
     if callable(select):
-        return [each for each in held if select(each.fqn, each.shape)]
+        return [sharded for sharded in held if select(sharded.fqn, sharded.shape)]
     if not isinstance(select, Iterable):
         raise TypeError(f"select must be a function or names, not {type(select).__name__}")
     patterns = [select] if isinstance(select, str) else [*select]
     check_patterns(held, patterns, "select")
-    return [each for each in held if matches(each, patterns)]
+    return [sharded for sharded in held if matches(sharded, patterns)]

@@ -67,8 +67,8 @@ class OwnerGroup:
     ) -> None:
         self.communicator, self.held, self._most = communicator, held, most
         told = [
-            (each.fqn, tuple(each.shape), str(each.param.dtype), own, each.parts, each.copy)
-            for each, own in zip(held, blocks)
+            (sharded.fqn, tuple(sharded.shape), str(sharded.param.dtype), own, sharded.parts, sharded.copy)
+            for sharded, own in zip(held, blocks)
         ]
         everyone: list[Any] = communicator.all_gather_object(told)
         _check_alike(everyone)
@@ -82,12 +82,12 @@ class OwnerGroup:
         self._loads = [*map(_load, self._blocks, self.having)]
         self.owners = self._choose_owners()
         self._travels = [
-            any(found and rank != owner for rank, found in enumerate(having))
+            any(parts and rank != owner for rank, parts in enumerate(having))
             for having, owner in zip(self.having, self.owners)
         ]
         self.giving = [*map(self._givers, range(len(self._blocks)))]
         self.matrices = self._named(blocks)
-        self.dtype = reduce(torch.promote_types, (each.param.dtype for each in held))
+        self.dtype = reduce(torch.promote_types, (sharded.param.dtype for sharded in held))
         self._plans: dict[tuple[bool, ...], list[_Round]] = {}
 
     def _choose_owners(self) -> list[int]:
@@ -99,8 +99,8 @@ class OwnerGroup:
                 for index, param in enumerate(self.params)
                 if self.held[param].param.requires_grad == trained
             ]
-            found = owners_of([self._loads[index] for index in chosen], self.communicator.size)
-            for index, owner in zip(chosen, found):
+            chosen_owners = owners_of([self._loads[index] for index in chosen], self.communicator.size)
+            for index, owner in zip(chosen, chosen_owners):
                 owners[index] = owner
         return owners
 
@@ -114,12 +114,12 @@ class OwnerGroup:
         giving: list[list[Overlap]] = [[] for _ in range(size)]
         missing, seen = self._blocks[index].numel, set[Any]()
         for rank in order:
-            for each in self.having[index][rank] if missing > 0 else ():
-                place = tuple((where.start, where.stop) for where in each.place)
+            for overlap in self.having[index][rank] if missing > 0 else ():
+                place = tuple((where.start, where.stop) for where in overlap.place)
                 if place not in seen:
                     seen.add(place)
-                    giving[rank].append(each)
-                    missing -= each.numel
+                    giving[rank].append(overlap)
+                    missing -= overlap.numel
         if missing:
             fqn = self.held[self.params[index]].fqn
             raise ValueError(
@@ -138,35 +138,35 @@ class OwnerGroup:
         ranks, owners = self._ranks, iter(self.owners)
         return [
             Matrix(
-                f"{each.fqn}[{number}]" if len(own) > 1 else each.fqn,
-                each.fqn,
+                f"{sharded.fqn}[{number}]" if len(own) > 1 else sharded.fqn,
+                sharded.fqn,
                 block.shape,
                 ranks[next(owners)],
                 block.cost,
                 block,
             )
-            for each, own in zip(self.held, blocks)
+            for sharded, own in zip(self.held, blocks)
             for number, block in enumerate(own)
         ]
 
     def agreed(self, present: Sequence[bool | None]) -> list[bool]:
         """Returns which parameters have values; refused on all ranks if some lack one. Collective."""
-        own = [2 if each is None else int(each) for each in present]
+        own = [2 if flag is None else int(flag) for flag in present]
         if self.communicator.size == 1:
-            return [each == 1 for each in own]
+            return [code == 1 for code in own]
         full = self.communicator.empty(self.communicator.size * len(own), torch.uint8)
         part = self.communicator.own_part(full)
         mine = torch.tensor(own, dtype=torch.uint8)
         self.communicator.all_gather([full], lambda: part.copy_(mine)).wait()
         told = full.view(self.communicator.size, -1).tolist()
-        for index, each in enumerate(zip(*told)):
-            if 0 in each and 1 in each:
-                having, lacking = ([r for r, v in zip(self._ranks, each) if v == value] for value in (1, 0))
+        for index, codes in enumerate(zip(*told)):
+            if 0 in codes and 1 in codes:
+                having, lacking = ([r for r, v in zip(self._ranks, codes) if v == value] for value in (1, 0))
                 raise RuntimeError(
                     f"parameter '{self.held[index].fqn}' has a gradient on ranks {having} and none on ranks "
                     f"{lacking}, which have other parts of the same matrix: let all ranks have one, or none"
                 )
-        return [1 in each for each in zip(*told)]
+        return [1 in codes for codes in zip(*told)]
 
     def update(
         self, values: Values, active: Sequence[bool], compute: Compute, dtype: torch.dtype | None
@@ -180,9 +180,9 @@ class OwnerGroup:
         ]
         back: _SentResults | None = None
         coming = rounds[0].send(values, dtype)
-        for number, each in enumerate(rounds):
+        for number, current in enumerate(rounds):
             following = rounds[number + 1].send(values, dtype) if number + 1 < len(rounds) else None
-            going = each.compute(coming, values, compute, dtype)
+            going = current.compute(coming, values, compute, dtype)
             if back is not None:
                 back.take(results)
             back, coming = going, following or coming
@@ -213,16 +213,16 @@ class _Round:
         def of_owner(rank: int, overlaps: _ByMatrix) -> _Moves:
             """Returns the moves between this rank and an owner."""
             own = [index for index in numbers if group.owners[index] == rank != me]
-            return [(index, each) for index in own for each in overlaps[index][me]]
+            return [(index, overlap) for index in own for overlap in overlaps[index][me]]
 
         def of_holder(rank: int, overlaps: _ByMatrix) -> _Moves:
-            return [(index, each) for index in owned if rank != me for each in overlaps[index][rank]]
+            return [(index, overlap) for index in owned if rank != me for overlap in overlaps[index][rank]]
 
         self._sent = [of_owner(rank, group.giving) for rank in ranks]
         self._received = [of_holder(rank, group.giving) for rank in ranks]
         self._returned = [of_holder(rank, group.having) for rank in ranks]
         self._arriving = [of_owner(rank, group.having) for rank in ranks]
-        self._kept = [(index, each) for index in owned for each in group.having[index][me]]
+        self._kept = [(index, overlap) for index in owned for overlap in group.having[index][me]]
         others = [(index, rank) for index in numbers for rank in ranks if rank != group.owners[index]]
         self._comes = any(group.giving[index][rank] for index, rank in others)
         self._goes = any(group.having[index][rank] for index, rank in others)
@@ -248,7 +248,9 @@ class _Round:
         coming.pending.wait()
         stacks = [self._empty_stack(stack, dtype) for stack in self._stacks]
         matrices = {
-            index: matrix for stack, each in zip(self._stacks, stacks) for index, matrix in zip(stack, each)
+            index: matrix
+            for stack, stacked in zip(self._stacks, stacks)
+            for index, matrix in zip(stack, stacked)
         }
         received = [move for moves in self._received for move in moves]
         _copy([self._placed(matrices, move) for move in received], coming.views)
@@ -258,8 +260,8 @@ class _Round:
         )
         results: dict[int, torch.Tensor] = {}
         for stack, stacked in zip(self._stacks, stacks):
-            found = compute(stacked, [self._group.matrices[index] for index in stack])
-            results.update(zip(stack, found))
+            computed = compute(stacked, [self._group.matrices[index] for index in stack])
+            results.update(zip(stack, computed))
         return self._give_back(results, dtype)
 
     def _empty_stack(self, stack: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -348,18 +350,18 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _load(block: Block, having: Sequence[Sequence[Overlap]]) -> Load:
-    whole = (sum(each.numel for each in found) == block.numel for found in having)
+    whole = (sum(part.numel for part in parts) == block.numel for parts in having)
     return Load(block.cost, block.numel, tuple(rank for rank, all_of_it in enumerate(whole) if all_of_it))
 
 
 def _check_alike(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> None:
     """Refuses matrices that differ between ranks, on all ranks."""
-    described = [[each[:4] for each in told] for told in everyone]
+    described = [[entry[:4] for entry in told] for told in everyone]
     for rank, told in enumerate(described):
         if told != described[0]:
-            names, first = [each[0] for each in told], [each[0] for each in described[0]]
+            names, first = [entry[0] for entry in told], [entry[0] for entry in described[0]]
             differing = sorted({*names} ^ {*first}) or [
-                each[0] for each, other in zip(told, described[0]) if each != other
+                entry[0] for entry, other in zip(told, described[0]) if entry != other
             ]
             raise ValueError(
                 f"ranks 0 and {rank} of {len(everyone)} have other matrices between them, beginning with "

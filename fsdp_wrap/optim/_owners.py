@@ -72,12 +72,12 @@ def _exchange(loads: Sequence[Load], owners: list[int], costs: list[int], bound:
 
 def _by_cost(loads: Sequence[Load], owners: Sequence[int]) -> dict[int, dict[int, int]]:
     """Returns for each rank one of its matrices of each cost, preferably one that is not wholly there."""
-    found: dict[int, dict[int, int]] = {}
+    by_rank: dict[int, dict[int, int]] = {}
     for stays in (True, False):
         for index, (load, owner) in enumerate(zip(loads, owners)):
             if (owner in load.holders) == stays:
-                found.setdefault(owner, {})[load.cost] = index
-    return found
+                by_rank.setdefault(owner, {})[load.cost] = index
+    return by_rank
 
 
 def rounds_of(
@@ -92,14 +92,14 @@ def rounds_of(
     for index in loads:
         if travels[index]:
             own.setdefault(owners[index], []).append(index)
-    largest = max((sum(loads[index].numel for index in each) for each in own.values()), default=0)
+    largest = max((sum(loads[index].numel for index in indices) for indices in own.values()), default=0)
     longest = max(map(len, own.values()), default=0)
     count = min(longest, -(-largest // most))
     rounds: list[list[int]] = [[] for _ in range(count)]
-    for each in own.values():
-        each.sort(key=lambda index: (-loads[index].cost, index))
-        total, done = sum(loads[index].cost for index in each) or 1, 0
-        for index in each:
+    for indices in own.values():
+        indices.sort(key=lambda index: (-loads[index].cost, index))
+        total, done = sum(loads[index].cost for index in indices) or 1, 0
+        for index in indices:
             middle = done + loads[index].cost / 2
             rounds[min(count - 1, int(count * middle / total))].append(index)
             done += loads[index].cost

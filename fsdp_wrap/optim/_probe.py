@@ -59,24 +59,24 @@ def knows_its_shards(optimizer: torch.optim.Optimizer) -> bool:
 
 def by_rows(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
     """Gives two ranks rows of every tensor."""
-    return [[each[: len(each) // 3] for each in wholes], [each[len(each) // 3 :] for each in wholes]]
+    return [[whole[: len(whole) // 3] for whole in wholes], [whole[len(whole) // 3 :] for whole in wholes]]
 
 
 def in_pieces(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
     """Gives two ranks parts of all tensors, flattened one behind the other."""
-    flat = torch.cat([each.reshape(-1) for each in wholes])
+    flat = torch.cat([whole.reshape(-1) for whole in wholes])
     first = len(wholes[0]) // 3 * wholes[0][0].numel()
     return [[flat[:first]], [flat[first:]]]
 
 
 def flattened(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
     """Gives one rank all tensors, each flattened."""
-    return [[each.reshape(-1) for each in wholes]]
+    return [[whole.reshape(-1) for whole in wholes]]
 
 
 def joined(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
     """Gives one rank all tensors as one, flattened one behind the other."""
-    return [[torch.cat([each.reshape(-1) for each in wholes])]]
+    return [[torch.cat([whole.reshape(-1) for whole in wholes])]]
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,14 @@ class _TrialData:
 
         def drawn(mean: float = 0.0) -> Tensors:
             made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in group.shapes]
-            spread = [torch.linspace(0.2, 3, each.numel(), dtype=each.dtype).view_as(each) for each in made]
+            spread = [
+                torch.linspace(0.2, 3, tensor.numel(), dtype=tensor.dtype).view_as(tensor) for tensor in made
+            ]
             return [((one + mean) * other).to(group.device, dtype) for one, other in zip(made, spread)]
 
-        self.values, self.slopes = drawn(), [each.abs() for each in drawn()]
+        self.values, self.slopes = drawn(), [slope.abs() for slope in drawn()]
         self.offsets = [drawn(mean=2.0) for _ in range(_STEPS)]
-        ends = itertools.accumulate((each.numel() for each in self.values), initial=0)
+        ends = itertools.accumulate((value.numel() for value in self.values), initial=0)
         self.places = [torch.arange(at, at + v.numel()).view_as(v) for at, v in zip(ends, self.values)]
 
 
@@ -214,16 +216,18 @@ class _TrialRun:
         self, optimizer: torch.optim.Optimizer, group: TrialGroup, data: _TrialData, cut: Cut
     ) -> None:
         offsets = zip(*map(cut, data.offsets))
-        ranks = [_train(optimizer, group, *each) for each in zip(cut(data.values), cut(data.slopes), offsets)]
-        order = torch.cat([each.reshape(-1) for of_rank in cut(data.places) for each in of_rank])
+        ranks = [
+            _train(optimizer, group, *inputs) for inputs in zip(cut(data.values), cut(data.slopes), offsets)
+        ]
+        order = torch.cat([place.reshape(-1) for of_rank in cut(data.places) for place in of_rank])
         updates = torch.cat([changes for changes, _ in ranks]).cpu().double()[order.argsort()]
-        self.updates = torch.split(updates, [each.numel() for each in data.values])
-        kept = [each for _, of_rank in ranks for each in of_rank]
+        self.updates = torch.split(updates, [value.numel() for value in data.values])
+        kept = [entry for _, of_rank in ranks for entry in of_rank]
         self.elementwise = all(size.numel() <= 1 or size == shape for shape, _, size in kept)
         sizes: dict[str, list[int]] = {}
         for _, name, size in kept:
             sizes.setdefault(name, []).append(size.numel())
-        self.state = {name: sum(each) if max(each) > 1 else 0 for name, each in sizes.items()}
+        self.state = {name: sum(counts) if max(counts) > 1 else 0 for name, counts in sizes.items()}
 
     def is_near(self, other: _TrialRun) -> bool:
         """Whether the updates of each tensor in another run are the same."""
@@ -247,8 +251,8 @@ def _train(
     step = inspect.unwrap(type(made).step)  # without hooks, which look at real parameters
     closure = inspect.signature(step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
-    for each in offsets:
-        loss = partial(_loss, params, slopes, each)
+    for step_offsets in offsets:
+        loss = partial(_loss, params, slopes, step_offsets)
         loss()
         step(made, *([loss] if needs_closure else []))
     changes = [(param.detach() - value).reshape(-1) for param, value in zip(params, values)]

@@ -165,12 +165,14 @@ class ShardRuns:
             }
 
     def _gradients_by_run(self) -> dict[ShardRun, torch.Tensor]:
-        found = {run: grad for run in self._runs if (grad := run.joint_gradient()) is not None}
+        grads = {run: grad for run in self._runs if (grad := run.joint_gradient()) is not None}
         self._specs = []
-        if len(found) == len(self._runs):
+        if len(grads) == len(self._runs):
             self._specs = [param.grad._spec for param in self._params]
-            self._distances = [each * grad.itemsize for run, grad in found.items() for each in run.offsets]
-        return found
+            self._distances = [
+                offset * grad.itemsize for run, grad in grads.items() for offset in run.offsets
+            ]
+        return grads
 
     @property
     def are_untouched(self) -> bool:
@@ -207,9 +209,9 @@ class ShardRuns:
         self._versions = [*map(_VERSION, self._numbers)]
 
 
-def same(found: Sequence[Any], known: Sequence[Any]) -> bool:
+def same(current: Sequence[Any], known: Sequence[Any]) -> bool:
     """Whether two lists have the same objects."""
-    return len(found) == len(known) and all(map(operator.is_, found, known))
+    return len(current) == len(known) and all(map(operator.is_, current, known))
 
 
 def _has_room(first: torch.Tensor, run: ShardRun) -> bool:
@@ -220,14 +222,14 @@ def _has_room(first: torch.Tensor, run: ShardRun) -> bool:
 
 def runs_in(params: Iterable[Any]) -> list[ShardRun]:
     """Returns the runs of several among the `DTensor`s of one group; those that fit no run are left out."""
-    found: list[list[Any]] = []
+    runs: list[list[Any]] = []
     filled = [param for param in params if param.dtype in _ALIKE and param._local_tensor.numel()]
     for param in sorted(filled, key=lambda param: param._local_tensor.data_ptr()):
-        if found and _follows(param, found[-1][-1]):
-            found[-1].append(param)
+        if runs and _follows(param, runs[-1][-1]):
+            runs[-1].append(param)
         else:
-            found.append([param])
-    return [ShardRun(each) for each in found if len(each) > 1]
+            runs.append([param])
+    return [ShardRun(run) for run in runs if len(run) > 1]
 
 
 def _follows(param: Any, other: Any) -> bool:

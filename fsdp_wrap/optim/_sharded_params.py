@@ -59,7 +59,7 @@ class Overlap:
 
 def overlaps(parts: Iterable[LocalBox], block: Block) -> list[Overlap]:
     """Returns the overlaps of a matrix with boxes of its parameter."""
-    found = []
+    result = []
     for part in parts:
         starts = [*map(max, part.offsets, block.offsets)]
         ends = [
@@ -69,8 +69,8 @@ def overlaps(parts: Iterable[LocalBox], block: Block) -> list[Overlap]:
         if all(start < end for start, end in zip(starts, ends)):
             within = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, part.offsets))
             place = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, block.offsets))
-            found.append(Overlap(part, within, place, tuple(e - s for s, e in zip(starts, ends))))
-    return found
+            result.append(Overlap(part, within, place, tuple(e - s for s, e in zip(starts, ends))))
+    return result
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ShardedParam:
         """Mesh coordinates, or ranks, that identify this rank's replica; None if unknown."""
         if isinstance(self.param, DTensor):
             here = self.param.device_mesh.get_coordinate() or ()
-            return [at for at, each in zip(here, self.param.placements) if each.is_replicate()]
+            return [at for at, placement in zip(here, self.param.placements) if placement.is_replicate()]
         handle = None if self.original is None else self.original.handle
         return None if handle is None else sorted(handle.communicator.members)
 
@@ -108,16 +108,16 @@ def sharded_params_in(model: nn.Module) -> list[ShardedParam]:
     """
     flat = [unit for unit in units_in(model).values() if unit.layouts and not _of_dtensors(unit)]
     owned = owned_places(flat)
-    found: dict[object, tuple[list[str], list[Place], Any]] = {}
+    by_key: dict[object, tuple[list[str], list[Place], Any]] = {}
     for fqn, place, param in named(model, params, all_names=True):
         original = owned.get(place)
         if original is None and (param is None or isinstance(param, FlatParameter)):
             continue
         key = id(param) if original is None else original.key
-        names, places, _ = found.setdefault(key, ([], [], original or param))
+        names, places, _ = by_key.setdefault(key, ([], [], original or param))
         names.append(fqn)
         places.append(place)
-    return [_sharded_param(names, places, source) for names, places, source in found.values()]
+    return [_sharded_param(names, places, source) for names, places, source in by_key.values()]
 
 
 def _of_dtensors(unit: Any) -> bool:
@@ -168,7 +168,7 @@ def _cuts(fqn: str, param: DTensor) -> Iterator[tuple[int, int, int]]:
     """Yields, in order, each cut's dimension, this rank's index, and the number of pieces."""
     mesh = param.device_mesh
     here = [*zip(param.placements, mesh.get_coordinate() or (), mesh.shape)]
-    here.sort(key=lambda each: isinstance(each[0], StridedShard))  # these cut what others have cut
+    here.sort(key=lambda cut: isinstance(cut[0], StridedShard))  # these cut what others have cut
     for placement, place, count in here:
         if isinstance(placement, (Shard, StridedShard)):
             yield placement.dim, place, count
@@ -194,7 +194,7 @@ class Communicators:
         if handle is None:
             return self._over(None, held.device)
         part = held.original.interval.part if held.original is not None else None
-        axes = [each for each in (handle.communicator, handle.replicas) if each.size > 1]
+        axes = [axis for axis in (handle.communicator, handle.replicas) if axis.size > 1]
         groups = [] if part is None else [*map(part.mesh.get_group, range(part.mesh.ndim))]
         if len(axes) == 1 and not groups:
             return axes[0]
@@ -207,8 +207,8 @@ class Communicators:
         key = ranks, device
         if key not in self._known:
             together = ranks is not None and len(ranks) > 1
-            found = ranks_in(group_over(ranks or (), device)) if together else None
-            made: Communicator = make_communicator(found, device)
+            members = ranks_in(group_over(ranks or (), device)) if together else None
+            made: Communicator = make_communicator(members, device)
             self._known[key] = made
         return self._known[key]
 

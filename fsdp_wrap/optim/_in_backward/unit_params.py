@@ -51,7 +51,7 @@ class UnitParams:
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:
             self._sizes = sizes
-            self._lists = [[each for each in group["params"] if each in self._own] for group in groups]
+            self._lists = [[param for param in group["params"] if param in self._own] for group in groups]
         return [{**group, "params": params} for group, params in zip(groups, self._lists) if params]
 
     def step(self) -> None:
