@@ -156,7 +156,7 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
 
 
 def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
-    """Summons a unit and its lenders where they are not yet; returns these for `dismiss`."""
+    """Summons a unit and its lenders unless they are already; returns those summoned, for `dismiss`."""
     used = used_by([unit])
     summoned = [used_unit for used_unit in used if not is_summoned(used_unit)]
     for used_unit in used if not how.rank0_only else ():

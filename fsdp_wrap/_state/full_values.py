@@ -245,7 +245,7 @@ def _nbytes(batch: list[FullValue]) -> int:
 
 
 def _gather(values: Sequence[FullValue], only: Receiver) -> tuple[list[Callable[[], torch.Tensor]], Pending]:
-    """Issues one gather of values that travel together, or of one alone; to all ranks, or the first only.
+    """Issues one gather of one or several values, to all ranks or to the first only.
 
     Returns:
         For each value what makes, after the wait, the full tensor in memory of its own, once; and what to
@@ -522,7 +522,7 @@ class FirstRank:
         self.is_here = all(communicator.rank == 0 for communicator in self.steps) if handles else first_of_all
 
     def is_first_with(self, handle: ParamHandle) -> bool:
-        """Whether no rank before it holds the same of parameters that tensor parallelism has not cut."""
+        """Whether it is the first rank with its shard of parameters that tensor parallelism does not cut."""
         own = handle.communicator.members  # which hold other rows, also those of them that are beside
         return handle.replicas.rank == 0 and all(
             communicator.rank == 0 or communicator.members <= own for communicator in self._beside

@@ -94,7 +94,7 @@ def _load(interval: Interval, value: Any) -> None:
 
 
 def _problems(key: str, target: Original, value: Any) -> Iterator[str]:
-    """Yields messages on a value that does not fit."""
+    """Yields errors of a value that does not fit."""
     interval, shape, side = target.interval, target.shape, target.side_data
     wanted = target.wanted if side is None else side.describe()
     if wanted is not None and shape_of(value) != shape:

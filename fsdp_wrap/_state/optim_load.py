@@ -129,7 +129,7 @@ def _by_name(params: Mapping[Any, list[Original]]) -> dict[Any, list[Original]]:
 
 
 def _read(names: Originals, state_dict: Any) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-    """Returns states by name, and the groups if there are any; refuses what is no state dict of the model."""
+    """Returns states by name, and any groups; raises unless it is a state dict of the model."""
     if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         content = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise TypeError(
@@ -231,7 +231,7 @@ def _cut(original: Original, key: str, value: Any, counted: Collection[str], of_
 def _source_state(
     originals: Sequence[Original], pieces: Mapping[str, State], small: SmallStates | None, own: bool
 ) -> State:
-    """Joins the pieces of the originals to the state of their sharded parameter.
+    """Joins the originals' pieces into the state of their sharded parameter.
 
     Scales are spread to all elements for a low-bit optimizer, and dropped for others.
     """
@@ -262,7 +262,7 @@ def _source_state(
 
 
 def _source_value(key: str, values: Sequence[tuple[Original, Any]], without: str | None, own: bool) -> Any:
-    """Joins pieces; of any other value a FlatParameter has one, on which its parameters must agree."""
+    """Joins pieces of tensors; any other value must be the same for all parameters of a FlatParameter."""
     first, value = values[0]
     if isinstance(value, IntervalTensor) and value.shape != first.shape:  # by rows
         return value.piece.to(first.source.device, copy=not own).view(-1, *value.shape[1:])
@@ -339,7 +339,7 @@ def as_saved(
 def _begins_with(
     inner: Any, state_dict: Mapping[str, Any], params: Mapping[Any, Any]
 ) -> dict[Any, Mapping[str, Any]]:
-    """Returns by key what a first step of one of torch's optimizers makes, of small tensors; else nothing."""
+    """Makes initial state by a first step of small tensors; empty for optimizers that are not torch's."""
     by_key: dict[Any, Mapping[str, Any]] = dict.fromkeys(params, {})
     if not inspect.unwrap(type(inner).step).__module__.startswith("torch.optim."):
         return by_key

@@ -103,7 +103,7 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def placed_like(param: torch.Tensor, key: str, value: Any) -> Any:
-    """Returns a value in the state of a `DTensor`'s local part as the `DTensor`'s own state has it."""
+    """Converts a value of a `DTensor`'s state from its local tensor to the `DTensor`."""
     if isinstance(value, dict):
         return {name: placed_like(param, name, inner) for name, inner in value.items()}
     elementwise = isinstance(value, torch.Tensor) and value.shape == to_local(param).shape

@@ -31,7 +31,7 @@ class _PieceMetadata:
 
 
 def _metadata(states: Mapping[str, State]) -> dict[str, State]:
-    """Returns metadata of pieces, and numbers; whole tensors are on each rank and not sent.
+    """Returns metadata of pieces, and numbers; leaves out whole tensors, which every rank has.
 
     Counts that are the same are one tensor, which is sent once.
     """
@@ -52,7 +52,7 @@ def _together(
     entries: Sequence[Mapping[str, Any]],
     own: Mapping[str, Any],
 ) -> State:
-    """Returns the state of one parameter: `FullValue`s of pieces, and all other values.
+    """Returns one parameter's state: a `FullValue` for pieces, and other values as they are.
 
     Args:
         original: The parameter.
@@ -196,7 +196,7 @@ _NUMBERS = (bool, int, float, torch.Tensor)
 
 
 def _refuse_differing(fqn: str, ranks: Sequence[_RankState]) -> None:
-    """Raises if numbers differ between ranks: they are of each rank's part, not of the whole."""
+    """Raises if numbers differ between ranks: each then describes a part, and none the parameter."""
     having = [rank_state for rank_state in ranks if rank_state.states.get(fqn)]
     for key, value in having[0].states[fqn].items() if having else ():
         for rank_state in having[1:]:

@@ -30,7 +30,7 @@ from fsdp_wrap._runtime import Unit, handles_of, units_in
 
 
 def used_by(units: Iterable[Unit]) -> list[Unit]:
-    """Returns units, before each those from which it borrows."""
+    """Returns units, each after its lenders."""
     return list(dict.fromkeys(used for unit in units for used in (*unit.lenders, unit)))
 
 
@@ -201,7 +201,7 @@ class Originals:
         return originals
 
     def as_held_by(self, optim: torch.optim.Optimizer) -> Originals:
-        """Returns itself, updated with the pieces of `FlatParameter`s that an optimizer holds."""
+        """Adds the pieces of `FlatParameter`s that an optimizer holds; returns itself."""
         for param in chain.from_iterable(group["params"] for group in optim.param_groups):
             self.by_name.update((original.fqn, original) for original in self._of_piece(param))
         return self

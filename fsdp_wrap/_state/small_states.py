@@ -92,7 +92,7 @@ class SmallStates(ABC):
         return apart
 
     def is_native(self, entry: Mapping[str, Any]) -> bool:
-        """Whether the state of a parameter is as the optimizer has it, with codes."""
+        """Whether a parameter's state has codes, as the optimizer keeps it."""
         flat = self.as_in_optimizer(entry)
         return flat is not entry or any(self._codes_of(*item, entry) is not None for item in entry.items())
 

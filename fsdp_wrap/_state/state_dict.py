@@ -168,7 +168,7 @@ def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:
-    """Yields a wrapped module and those below, but not other wrappers and what is below them."""
+    """Yields a wrapped module and its submodules, without other wrappers and what they contain."""
     return (
         module for _, module in walk(_wrapped(unit), into=lambda child: WRAPPED_ATTR not in child._modules)
     )
@@ -222,7 +222,7 @@ def _replaced(unit: Unit, settings: StateDictSettings, only: Receiver, keep_vars
 
 
 def _replaceable(unit: Unit) -> list[ParamHandle]:
-    """Returns the resharded handles of a unit and its lenders, save those that are replaced already."""
+    """Reshards a unit and its lenders; returns their handles, except those replaced already."""
     for used_unit in used_by([unit]):
         refuse_hidden(used_unit)
     return sharded_handles([unit])
@@ -430,7 +430,7 @@ def to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[OrderedDi
 def _expand_local(
     module: nn.Module, units: Mapping[str, Unit], state_dict: dict[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Replaces flat shards by their pieces, in place; returns messages on shards that do not fit and stay."""
+    """Replaces flat shards by their pieces, in place; keeps shards that do not fit, and returns errors."""
     problems: list[str] = []
     pieces: dict[Layout | None, list[torch.Tensor]] = {}
     for key, handle, layout in _shard_names(units, prefix):

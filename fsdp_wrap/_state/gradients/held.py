@@ -120,7 +120,7 @@ class HeldGradients:
         return [handle for handle in self._handles if handle.accumulates]
 
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
-        """Returns this rank's non-empty parts by the ranks that hold the rest, also none, save `without`."""
+        """Groups non-empty local gradients by the ranks that hold the rest; skips handles in `without`."""
         handles = [handle for handle in self._handles if handle not in without] if without else self._handles
         blocks = self._blocks_of(handles) if without else self._blocks
         parts = {
@@ -180,7 +180,7 @@ class HeldGradients:
 def gradients_by_ranks(
     handle: ParamHandle, layouts: Iterable[Layout], home: Over | None = None
 ) -> dict[Over, list[torch.Tensor]]:
-    """Returns this rank's non-empty gradients of layouts by the ranks that hold the rest, also none."""
+    """Groups layouts' non-empty local gradients by the ranks that hold the rest; a group may be empty."""
     by_over: dict[Over, list[torch.Tensor]] = {}
     for layout in layouts:
         for over, grad in zip(overs_of(handle, layout, home), layout.gradients()):
@@ -237,7 +237,7 @@ class _Blocks:
         self._runs = [_runs_of(shard, [*map(to_local, params)]) for shard, (_, params) in zip(shards, filled)]
 
     def find(self) -> list[torch.Tensor]:
-        """Returns the gradients, none empty, without padding."""
+        """Returns the non-empty gradients, without padding."""
         try:
             with DisableTorchFunctionSubclass():  # which a getter would look for on each
                 grads = [*map(self._gradient_of, self._params)]

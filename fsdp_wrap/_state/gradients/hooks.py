@@ -231,7 +231,7 @@ def _module_of(hook: Callable[..., None]) -> str:
 
 
 def _working(hook: Callable[..., None]) -> Callable[..., None]:
-    """Returns ours for those of torch's hooks that fail on the CPU."""
+    """Replaces torch's hooks that fail on the CPU by this library's."""
     ours = {own.__name__: own for own in (fp16_compress_hook, bf16_compress_hook)}
     return ours.get(hook.__name__, hook) if _module_of(hook) == _TORCH_HOOKS else hook
 

@@ -38,7 +38,7 @@ class NormInParts:
 
     @torch.no_grad()
     def total(self) -> torch.Tensor:
-        """Returns the norm of all added gradients (0-d, float64), and begins anew; collective."""
+        """Returns the norm of all added gradients (0-d, float64), and starts over; collective."""
         added, self._powers = self._powers, {}
         nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
         powers = {over: added.get(over, nothing).to(self._device) for over in self._overs}

@@ -163,7 +163,7 @@ def total_power(
 
 
 def over_ranks(powers: Mapping[Over, torch.Tensor], p: float) -> list[torch.Tensor]:
-    """Merges 1-D powers over the ranks that hold the rest, at once over the same ranks; in their order."""
+    """Reduces 1-D powers over the ranks that hold the rest, at once over the same ranks; keeps the order."""
     together: dict[tuple[Any, ...], list[Over]] = {}
     for over in powers:
         together.setdefault(over[:2], []).append(over)
@@ -195,7 +195,7 @@ def all_reduces_over(over: Over) -> list[AllReduce]:
 
 
 def exact_power_of(params: Iterable[torch.Tensor]) -> ExactPower | None:
-    """Returns how the norm of a reproducible model's gradients is taken; None for other parameters."""
+    """Returns the function that sums powers of a reproducible model exactly; None for other models."""
     exact = (exact_powers[param] for param in params if param in exact_powers)
     return next(exact, None) if exact_powers else None  # does not ask each parameter where there are none
 
