@@ -249,7 +249,7 @@ def _entries(source: Source, title: str) -> Iterator[str]:
 
 
 def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
-    """Returns a line on a step folder, and whether it is as it was written."""
+    """Returns a line about a step folder, and whether the folder is as it was written."""
     if is_foreign(folder):
         lacks = "; ".join(lacks_of_foreign(folder, read_metadata(folder)))
         fine = "all its files are there; it has no checksums" if not lacks else f"incomplete: {lacks}"
@@ -326,7 +326,7 @@ def _extra(metadata: Metadata) -> Iterator[str]:
 
 
 def _summed(sizes: Iterable[tuple[str, int]], owners: str) -> Iterator[str]:
-    """Yields a line on each name, with how many owners have it and the bytes of all."""
+    """Yields a line for each name: how many owners have it, and their bytes in total."""
     by_name: dict[str, list[int]] = {}
     for name, size in sizes:
         by_name.setdefault(name, []).append(size)

@@ -152,7 +152,7 @@ def _unlike(place: Path, other: Sequence[str]) -> RuntimeError:
 
 
 def _is_same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits: a NaN is the same as itself."""
+    """Whether two tensors have the same bits, so that a NaN equals itself."""
     if (value.shape, value.dtype) != (other.shape, other.dtype):
         return False
     if value.layout != torch.strided or other.layout != torch.strided:

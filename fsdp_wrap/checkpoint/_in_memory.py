@@ -140,7 +140,7 @@ class _HeldStep(NamedTuple):
 
 
 def _steps_of(hosts: Hosts, folder: Path) -> list[_HeldStep]:
-    """Returns the steps that any host has files of, the newest first; collective."""
+    """Returns the steps of which any host has files, newest first; collective."""
     steps: dict[tuple[int, int], _HeldStep] = {}
     by_rank = hosts.team.gather(hosts.team.together(lambda: _held(folder) if hosts.is_first else []))
     for rank, held in enumerate(by_rank):
@@ -216,7 +216,7 @@ class MemorySave(Save):
     folder: Path
 
     def write(self) -> Path:
-        """Writes the step on all hosts; it is shown once every file is on two, and older ones go then."""
+        """Writes the step on all hosts; once every file is on two, publishes it and removes older steps."""
         team = self.team.in_background()
         hosts = Hosts.of(team, self.folder)
         if len(hosts.heads) == 1 and team.is_first:

@@ -178,7 +178,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _of_all_ranks(by_rank: Sequence[tuple[str, list[Fault]]]) -> list[Fault]:
-    """Returns all ranks' faults once; faults of whole files on some ranks alone name where these look."""
+    """Merges all ranks' faults; where only some ranks lack a whole file, the fault says where they look."""
     finders: dict[Fault, list[str]] = {}
     for rank, (place, faults) in enumerate(by_rank):
         for fault in faults:

@@ -128,7 +128,7 @@ class Manifest:
             done += piece.length
 
     def faults(self, folder: Path, rank: int = 0, size: int = 1, shown: Shown = iter) -> list[Fault]:
-        """Looks for all files, and reads this rank's share of the bytes; `shown` may show a bar."""
+        """Checks that all files are there, and this rank's share of the bytes; `shown` may show a bar."""
         missing = self.missing(folder)
         gone = {fault.file for fault in missing}
         pieces = [piece for piece in self.share(rank, size) if piece.file not in gone]
@@ -213,7 +213,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def metadata_in(data: bytes, folder: Path) -> Metadata:
-    """Returns the metadata in bytes that were read already, checked as by `read_metadata`."""
+    """Unpickles metadata that were read already, with the checks of `read_metadata`."""
     try:
         loaded = _Unpickler(io.BytesIO(data), folder / METADATA).load()
         if not isinstance(loaded, Metadata):
@@ -327,7 +327,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 
 
 def entries_of(loaded: Metadata, *part: str) -> dict[str, tuple[Any, ...]]:
-    """Returns the paths of a part of the state, such as the model, by the names of its entries."""
+    """Returns the paths of a part of the state, such as the model, by entry name."""
     return {key: path for key, path in (loaded.planner_data or {}).items() if path[: len(part)] == part}
 
 
@@ -337,7 +337,7 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the stand-in of a class or function that DCP's metadata use; refuses others."""
+        """Returns the stand-in for a class or function that DCP's metadata use; raises for any other."""
         if (module, name) in _ADMITTED:
             return _stand_in(_ADMITTED[module, name])
         if module == "torch" and isinstance(member := getattr(torch, name, None), torch.dtype):

@@ -354,7 +354,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _joined(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns all ranks' groups of parameters, each parameter in the first that has it."""
+    """Merges all ranks' parameter groups; a parameter stays in the first group that has it."""
     known: set[str] = set()
     joined = []
     for group in (group for groups in of_ranks for group in groups):

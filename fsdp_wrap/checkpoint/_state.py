@@ -67,7 +67,7 @@ class Subject:
         self.extra: dict[str, Any] = dict(extra or {})
 
     def taken(self, team: Team) -> dict[str, Any]:
-        """Returns the state dict for DCP, of the model's and optimizers' own tensors."""
+        """Returns the state dict for DCP, with the model's and the optimizers' own tensors."""
         _refuse_fewer_ranks(self.model, team.ranks)
         rank = str(team.rank)
         optim = {"optim": self._optim_state()} if self.optimizers else {}
@@ -92,7 +92,7 @@ class Subject:
         }
 
     def put_in(self, team: Team, model: dict[str, Any], optim: dict[str, Any] | None, strict: bool) -> None:
-        """Loads the model and its optimizers together, on all ranks, or leaves them as they were."""
+        """Loads the model and its optimizers on all ranks, or leaves all of them as they were."""
         optimizers = self.optimizers if optim is not None else []
         cut, refusing = team.agreed(
             lambda: ([self._cut(optimizer, optim, model) for optimizer in optimizers], may_refuse(self.model))
@@ -113,7 +113,7 @@ class Subject:
             undo.pop_all()
 
     def put_in_extra(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Loads the objects among the extras; returns all values, and these objects in place of theirs."""
+        """Loads extras that are `Stateful`; returns all values, with the objects in place of their state."""
         for name, value in self.extra.items():
             if isinstance(value, Stateful) and name in values:
                 value.load_state_dict(values[name])
@@ -146,7 +146,7 @@ def _optimizers_of(optim: Any) -> list[torch.optim.Optimizer]:
 
 
 def _refuse_fewer_ranks(model: nn.Module, ranks: Collection[int]) -> None:
-    """Refuses to save by ranks, as the default group counts them, that do not hold all of the model."""
+    """Raises unless the ranks, numbered as in the default group, hold all of the model."""
     for name, holders in _holders(model):
         if lacking := set(holders) - set(ranks):
             saving, sharding, missing = (listed(sorted(numbers)) for numbers in (ranks, holders, lacking))
@@ -157,7 +157,7 @@ def _refuse_fewer_ranks(model: nn.Module, ranks: Collection[int]) -> None:
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
-    """Yields names of parameters with the ranks that hold them between them, replicas aside."""
+    """Yields names of parameters with the ranks over which they are sharded, without replicas."""
     for handle in handles_of(units_in(model).values()):
         for segment in handle.segments:
             if segment.layout.sharded and segment.layout.fqns:
@@ -243,7 +243,7 @@ def _kept_tensors(state: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def may_refuse(model: nn.Module) -> bool:
-    """Whether some module loads in a way of its own, which may fail half-way."""
+    """Whether some module has its own way of loading, which may fail half-way."""
     return any(
         _loads_its_own_way(module) for module in model.modules() if WRAPPED_ATTR not in module._modules
     )

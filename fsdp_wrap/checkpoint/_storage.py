@@ -230,7 +230,7 @@ def write_file(value: Any, path: Path) -> None:
 
 
 def rank_of(file: str) -> int:
-    """Returns the rank that writes a file: the first writes the common ones."""
+    """Returns the rank that writes a file; the first rank writes common files."""
     match = _FILE.fullmatch(file)
     return int(match[1]) if match else 0
 

@@ -124,7 +124,7 @@ class Team:
         return self.agreed(lambda: (do(), None))[0]
 
     def agreed(self, do: Callable[[], tuple[T, S]]) -> tuple[T, list[S]]:
-        """Does the same with a function of two results, of which the second is gathered from all ranks."""
+        """Calls a function as `together` does; also returns the second result of every rank."""
         values, cause = _outcome(do)
         told = values[1] if values is not None else None
         outcomes = self.gather((told, None if cause is None else _portable(cause)))

@@ -56,7 +56,7 @@ class Source:
 
     @property
     def others(self) -> dict[Keys, str]:
-        """What lies beside the tensors and is none, by its keys: extra states of modules, and numbers."""
+        """Entries beside the model's tensors that are no tensors, by keys: extra states and numbers."""
         within = {keys[:-1] for keys in self.names}
         beside = (keys for keys, kind in self.held.entries.items() if kind is None and keys[:-1] in within)
         owned = of_optimizers(self.held.entries)
@@ -69,7 +69,7 @@ class Source:
         )
 
     def left_out(self, *carried: str) -> list[str]:
-        """Returns what is not in the model, nor under the top-level keys that are carried, in words."""
+        """Describes entries that are neither in the model nor below the top-level keys `carried`."""
         owned = of_optimizers(self.held.entries)
         above = {keys[:depth] for keys in self.names for depth in range(len(keys))}
         parts: dict[Keys, list[Keys]] = {}
@@ -82,7 +82,7 @@ class Source:
 
 
 def _told(part: str, members: Sequence[Keys], held: Contents, owned: Collection[Keys]) -> str:
-    """Returns a few words on a part of a checkpoint."""
+    """Describes a part of a checkpoint in a few words."""
     kinds = [kind for keys in members if (kind := held.entries[keys])]
     tensors = f", {counted(len(kinds), 'tensor')}" if kinds else ""
     if members[0] in owned:

@@ -23,7 +23,7 @@ def dotted(keys: Iterable[object]) -> str:
 
 
 def nested(keys: Keys) -> Keys:
-    """Returns the keys of an optimizer's entry; a name such as `state.weight.exp_avg` is taken apart."""
+    """Returns the keys of an optimizer's entry; splits a name such as `state.weight.exp_avg`."""
     for at, key in enumerate(keys):
         if match := _FLAT.fullmatch(str(key)):
             return (*keys[:at], *match.groups(), *keys[at + 1 :])
@@ -31,7 +31,7 @@ def nested(keys: Keys) -> Keys:
 
 
 def of_optimizers(entries: Mapping[Keys, Kind]) -> set[Keys]:
-    """Returns the entries that are an optimizer's.
+    """Returns the entries that belong to optimizers.
 
     Beside `param_groups` lies `state`, both as dicts or both in flat names. Without `param_groups`, as in
     formats that hold tensors alone, each entry of `state` has the name and shape of another tensor.
@@ -55,7 +55,7 @@ def of_optimizers(entries: Mapping[Keys, Kind]) -> set[Keys]:
 
 
 def _like_parameters(entries: Mapping[Keys, Kind]) -> set[Keys]:
-    """Returns the entries below each `state` in which all are called as, and shaped like, another tensor."""
+    """Returns the entries of each `state` in which all have the name and the shape of another tensor."""
     states: dict[str, dict[Keys, str]] = {}
     for keys, kind in entries.items():
         if kind and (match := _PER_PARAM.fullmatch(dotted(keys))):
