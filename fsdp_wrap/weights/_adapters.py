@@ -25,7 +25,7 @@ def merged(
     dtype: torch.dtype | None,
     subclasses: Collection[str],
 ) -> dict[str, Formula]:
-    """Returns the tensors of a model with its active adapters merged, under the names that it has without."""
+    """Returns the tensors of a model with its active adapters merged, by their names without adapters."""
     left, sums = dict(plain), {}
     for name, module in model.named_modules():
         if "lora_A" in module._modules:
@@ -55,7 +55,7 @@ def cast(tensor: SourceTensor, dtype: torch.dtype | None, subclasses: Collection
 def _of_layer(
     fqn: str, layer: Any, left: dict[str, SourceTensor], dtype: torch.dtype | None
 ) -> dict[str, Formula]:
-    """Takes an adapted layer's own tensors from those that are left; returns its weight as a sum."""
+    """Removes an adapted layer's own tensors from `left`; returns its weight as a sum."""
     prefix = f"{fqn}." if fqn else ""
     names = [name for name in left if name.startswith(prefix) and _is_adapter(name.removeprefix(prefix))]
     own = {name: left.pop(name) for name in names}

@@ -110,7 +110,7 @@ class _Snapshot:
         return ShardChanges(original.fqn, narrow, new, _wrapped(self._total or 0))
 
     def _differing(self, held: torch.Tensor) -> torch.Tensor:
-        """Returns the indices in the shard of elements whose bits differ, int64."""
+        """Returns the indices (int64) in the shard of elements whose bits differ."""
         differs = torch.empty(len(held), dtype=torch.bool)
         pieces = (torch.split(tensor, _AT_ONCE) for tensor in (held, self._values, differs))
         for now, before, flags in zip(*pieces):
@@ -211,7 +211,7 @@ def _whole_index(original: Original, local: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of(values: torch.Tensor, index: torch.Tensor) -> int:
-    """Returns some elements' part of a checksum; the order does not matter."""
+    """Returns some elements' share of a checksum; their order does not matter."""
     pieces = (torch.split(tensor, _MIXED) for tensor in (_bits(values), index))
     return sum(_sum_of_few(*piece) for piece in zip(*pieces))
 

@@ -264,7 +264,7 @@ def _versions(folder: Path) -> list[int]:
 
 
 def _whole(folder: Path) -> list[int]:
-    """Returns the whole versions in order, without damaged ones."""
+    """Returns the whole versions in order, except damaged ones."""
     versions = []
     for version in sorted(_versions(folder)):
         with suppress(OSError, ValueError, KeyError, TypeError):

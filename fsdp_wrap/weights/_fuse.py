@@ -29,7 +29,7 @@ def check_rules(fuse: Rules | None) -> Rules:
 
 
 def fused(made: dict[str, Formula], rules: Rules) -> dict[str, Formula]:
-    """Joins tensors by rules, one rule after the other; what is joined stands where its first part stood."""
+    """Joins tensors by rules, one after the other; a joined tensor takes the place of its first part."""
     for joined, parts in rules.items():
         joins = _stacks(made, joined, parts) if isinstance(parts, str) else _rows(made, joined, parts)
         if not joins:

@@ -29,7 +29,7 @@ class ShardChanges:
 
 
 def first_holders(model: nn.Module, originals: Iterable[Original]) -> list[Original]:
-    """Returns the parameters of which this rank has elements that no rank before it has."""
+    """Returns the parameters whose local elements no earlier rank holds."""
     first = FirstRank(model)
     return [original for original in originals if _is_first(original, first)]
 
@@ -44,7 +44,7 @@ def _is_first(original: Original, first: FirstRank) -> bool:
 
 
 def gathered_on_first_rank(model: nn.Module, own: Sequence[ShardChanges]) -> list[ShardChanges]:
-    """Returns all ranks' changes on the first rank, in rank order; nothing on others. Collective."""
+    """Gathers all ranks' changes on the first rank, in rank order; returns none on others. Collective."""
     first, changes = FirstRank(model), [*own]
     for communicator in reversed(first.steps):
         changes = _gathered(communicator, changes)
