@@ -228,7 +228,7 @@ class Muon(torch.optim.Optimizer):
     def _apply(
         self, updates: Sequence[torch.Tensor | None], active: Sequence[bool], group: Mapping[str, Any]
     ) -> None:
-        """Orthogonalises the updates, and lets the parameters have them."""
+        """Orthogonalises the updates, and applies them to the parameters."""
         ratio = RATIOS[group["adjust_lr_fn"]]
         ratios = [{ratio(*shape) for shape in shapes} for shapes in self._shapes]
         # Those whose matrices do not have one ratio between them.

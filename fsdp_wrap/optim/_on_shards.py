@@ -113,7 +113,7 @@ def _stepping_on_shards(kind: type[Any]) -> type[Any]:
 def stepping_within(
     kind: type[Any], around: Callable[[Any], AbstractContextManager[None]], **members: Any
 ) -> type[Any]:
-    """Returns a class like another with other members, whose steps, after a closure, run in a context."""
+    """Derives a class with other members whose steps call the closure and then run in a context."""
     step_of_kind = without_hooks(kind.step)  # which see the `DTensor`s
 
     @functools.wraps(step_of_kind)
@@ -190,7 +190,7 @@ class _KeptShards:
 
 
 def _let_go(kept: weakref.ref[_KeptShards], _: Any) -> None:
-    """Frees the shards; a step that goes on keeps its own."""
+    """Frees the shards; a step in progress keeps its own."""
     if (kept_shards := kept()) is not None:
         kept_shards._shards = None
 
@@ -250,7 +250,7 @@ class _PlainShards:
     def _arrange(
         self, groups: Sequence[dict[str, Any]], public: dict[Any, State], runs: list[ShardRun]
     ) -> None:
-        """Chooses the shards for the `DTensor`s, and takes their state over, where anything has changed."""
+        """Chooses the shards for the `DTensor`s and takes over their state, if anything has changed."""
         if self._runs.are_untouched and same(runs, self._wanted) and self._public.is_in(public):
             return
         joint = self._runs.take_state(runs, public)
@@ -353,7 +353,7 @@ class _StateSnapshot:
 
 
 def _chosen(group: dict[str, Any], takes_all: bool) -> list[Any]:
-    """Returns the `DTensor`s of a group that are shown as shards: all, or none if one is not to be."""
+    """Returns the `DTensor`s of a group that are shown as shards: all of them or none."""
     dtensors: list[Any] = [param for param in group["params"] if isinstance(param, DTensor)]
     ours = all(is_owned(param) and type(param._local_tensor) is torch.Tensor for param in dtensors)
     return dtensors if takes_all or ours else []

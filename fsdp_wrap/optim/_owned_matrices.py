@@ -193,7 +193,7 @@ class _Guarded:
             return torch.zeros_like(value)
 
     def tell(self, communicator: Communicator) -> None:
-        """Raises on all ranks if the function has raised on any; collective."""
+        """Raises on all ranks if the function raised on any; collective."""
         if told := [message for message in communicator.all_gather_object(self._told) if message]:
             raise RuntimeError(told[0]) from self._error
 
@@ -229,7 +229,7 @@ def matches(held: ShardedParam, patterns: Iterable[str]) -> bool:
 
 
 def check_patterns(held: Sequence[ShardedParam], patterns: Iterable[str], argument: str) -> None:
-    """Refuses patterns that fit no parameter."""
+    """Raises if a pattern fits no parameter."""
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"{argument} takes names as strings, not {pattern!r}")

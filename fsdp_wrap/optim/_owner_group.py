@@ -91,7 +91,7 @@ class OwnerGroup:
         self._plans: dict[tuple[bool, ...], list[_Round]] = {}
 
     def _choose_owners(self) -> list[int]:
-        """Returns the owners: trained matrices are shared evenly, and then frozen ones."""
+        """Divides trained matrices evenly among owners, and then frozen ones."""
         owners = [0] * len(self._blocks)
         for trained in (True, False):
             chosen = [
@@ -105,7 +105,7 @@ class OwnerGroup:
         return owners
 
     def _givers(self, index: int) -> list[list[Overlap]]:
-        """Returns each rank's parts to send of a matrix: each once, from the owner's replica if possible."""
+        """Returns the parts of a matrix that each rank sends: each once, by the owner's replica if it can."""
         owner, copies = self.owners[index], self._copies[self.params[index]]
         size = self.communicator.size
         order = sorted(
@@ -150,7 +150,7 @@ class OwnerGroup:
         ]
 
     def agreed(self, present: Sequence[bool | None]) -> list[bool]:
-        """Returns which parameters have values; refused on all ranks if some lack one. Collective."""
+        """Returns which parameters have values; raises on all ranks if some ranks lack one. Collective."""
         own = [2 if flag is None else int(flag) for flag in present]
         if self.communicator.size == 1:
             return [code == 1 for code in own]
@@ -244,7 +244,7 @@ class _Round:
     def compute(
         self, coming: _SentParts, values: Values, compute: Compute, dtype: torch.dtype
     ) -> _SentResults:
-        """Computes with the matrices that this rank owns, once they are there; sends the results."""
+        """Computes with this rank's matrices once they have arrived, and sends the results."""
         coming.pending.wait()
         stacks = [self._empty_stack(stack, dtype) for stack in self._stacks]
         matrices = {
@@ -355,7 +355,7 @@ def _load(block: Block, having: Sequence[Sequence[Overlap]]) -> Load:
 
 
 def _check_alike(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> None:
-    """Refuses matrices that differ between ranks, on all ranks."""
+    """Raises on all ranks if matrices differ between ranks."""
     described = [[entry[:4] for entry in told] for told in everyone]
     for rank, told in enumerate(described):
         if told != described[0]:

@@ -71,7 +71,7 @@ def _exchange(loads: Sequence[Load], owners: list[int], costs: list[int], bound:
 
 
 def _by_cost(loads: Sequence[Load], owners: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Returns for each rank one of its matrices of each cost, preferably one that is not wholly there."""
+    """Returns for each rank one of its matrices of each cost, preferably one that it does not hold whole."""
     by_rank: dict[int, dict[int, int]] = {}
     for stays in (True, False):
         for index, (load, owner) in enumerate(zip(loads, owners)):

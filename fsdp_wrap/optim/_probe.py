@@ -63,7 +63,7 @@ def by_rows(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
 
 
 def in_pieces(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
-    """Gives two ranks parts of all tensors, flattened one behind the other."""
+    """Gives two ranks parts of the tensors, flattened and concatenated."""
     flat = torch.cat([whole.reshape(-1) for whole in wholes])
     first = len(wholes[0]) // 3 * wholes[0][0].numel()
     return [[flat[:first]], [flat[first:]]]
@@ -75,7 +75,7 @@ def flattened(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
 
 
 def joined(wholes: Sequence[torch.Tensor]) -> list[Tensors]:
-    """Gives one rank all tensors as one, flattened one behind the other."""
+    """Gives one rank all tensors, flattened and concatenated."""
     return [[torch.cat([whole.reshape(-1) for whole in wholes])]]
 
 
@@ -242,7 +242,7 @@ def _train(
     slopes: Tensors,
     offsets: Sequence[Tensors],
 ) -> tuple[torch.Tensor, list[tuple[torch.Size, str, torch.Size]]]:
-    """Steps an optimizer like another one, with the gradient `slope * param + offset`.
+    """Steps an optimizer made like `optimizer`, with the gradient `slope * param + offset`.
 
     Returns the changes of all elements, 1-D, and for each tensor of state (parameter shape, name, shape).
     """

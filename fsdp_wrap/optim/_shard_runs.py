@@ -221,7 +221,7 @@ def _has_room(first: torch.Tensor, run: ShardRun) -> bool:
 
 
 def runs_in(params: Iterable[Any]) -> list[ShardRun]:
-    """Returns the runs of several among the `DTensor`s of one group; those that fit no run are left out."""
+    """Returns runs of `DTensor`s of one group whose shards are adjacent in memory; leaves out single ones."""
     runs: list[list[Any]] = []
     filled = [param for param in params if param.dtype in _ALIKE and param._local_tensor.numel()]
     for param in sorted(filled, key=lambda param: param._local_tensor.data_ptr()):

@@ -74,7 +74,7 @@ def take_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _step_of(kind: Any) -> Callable[[Any], Any] | None:
-    """Returns the step, without hooks, that a class has from an optimizer of torch's; None if another."""
+    """Returns a class's step, without hooks, if it is that of an optimizer of torch; else None."""
     origin = next((base for base in kind.__mro__ if base in _ELEMENTWISE), None)
     if origin is None or kind._init_group is not origin._init_group:
         return None
