@@ -37,7 +37,18 @@ from queue import SimpleQueue
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("mutants.json")
 DRAW = "FSDP_WRAP_DRAW"
-FOLDERS = ("_core", "_comm", "_params", "_runtime", "_state", "checkpoint")
+FOLDERS = (
+    "_core",
+    "_comm",
+    "_params",
+    "_runtime",
+    "_batching",
+    "_checks",
+    "_custom_comms",
+    "_offloading.py",
+    "_state",
+    "checkpoint",
+)
 NUMBER, SEED = 160, 36
 AT_A_TIME = 2
 FIRST, MOST, SECONDS = 6, 80, 60.0
@@ -237,7 +248,7 @@ def mutants() -> list[Mutant]:
     sites = [
         mutant
         for folder in FOLDERS
-        for path in sorted((ROOT / "fsdp_wrap" / folder).rglob("*.py"))
+        for path in sorted((ROOT / "fsdp_wrap" / folder).rglob("*.py")) or [ROOT / "fsdp_wrap" / folder]
         for mutant in _Sites(path).found
     ]
     recorded = Record().names
