@@ -75,3 +75,26 @@ def t5(**options):
         **options,
     )
     return T5ForConditionalGeneration(config)  # its embedding is tied to encoder, decoder and head
+
+
+def mixture(seed=0):
+    """Returns a mixture of experts: two layers of four experts, of which each token takes two."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.2,  # so that experts' gradients are no smaller than others
+        max_position_embeddings=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return Qwen3MoeForCausalLM(config)
