@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 from typing import Any
 
@@ -30,6 +32,15 @@ def _experts_can_be_spread():
     distributed = pytest.importorskip("transformers.distributed")
     if "ep_implementation" not in distributed.DistributedConfig.__dataclass_fields__:
         pytest.skip("needs a transformers whose experts are spread by `ep_size`")
+
+
+@contextlib.contextmanager
+def _rank(rank, port, ours):
+    """A rank that imports transformers first: a module that is imported meanwhile keeps our names."""
+    with client_rank(rank, port, False, True, WORLD_SIZE):
+        importlib.import_module("transformers.distributed.fsdp")
+    with client_rank(rank, port, ours, True, WORLD_SIZE):
+        yield
 
 
 def _model(folder, options) -> Any:
@@ -81,7 +92,7 @@ def _own_part(rank, options):
 
 def _train(rank, world_size, port, ours, folder, options):
     """Returns what `_steps` does, and the weights that transformers saves."""
-    with client_rank(rank, port, ours, True, world_size):
+    with _rank(rank, port, ours):
         from safetensors.torch import load_file
 
         model = _model(folder / "model", options)
@@ -142,7 +153,7 @@ def test_spread_experts_in_bf16_on_the_host(run, tmp_path):
 
 def _save(rank, world_size, port, folder, options):
     """Returns what two more steps give after a checkpoint."""
-    with client_rank(rank, port, True, True, world_size):
+    with _rank(rank, port, True):
         model = _model(folder / "model", options)
         optimizer = _optimizer(model)
         _steps(model, optimizer, range(2), _own_part(rank, options), True)
@@ -153,7 +164,7 @@ def _save(rank, world_size, port, folder, options):
 
 def _load(rank, world_size, port, folder, options):
     """Returns what two more steps give, and the differences of the weights that transformers loads."""
-    with client_rank(rank, port, True, True, world_size):
+    with _rank(rank, port, True):
         model = _model(folder / "model", options)
         optimizer = _optimizer(model)
         checkpoint.load(folder / "steps", model, optimizer)
@@ -178,7 +189,7 @@ def test_checkpoints_with_experts_spread_otherwise(run, tmp_path, options):
 
 def _fit(rank, world_size, port, ours, folder):
     """Trains by the `Trainer`, which accumulates and clips; returns losses and norms of gradients."""
-    with client_rank(rank, port, ours, True, world_size):
+    with _rank(rank, port, ours):
         from transformers import Trainer, TrainingArguments
 
         model = _model(folder / "model", SPREAD["two of four ranks"])
