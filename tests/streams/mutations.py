@@ -68,7 +68,7 @@ _KEPT = {
     ("Unit.reshard", "handle.wait()"): _TOLD,
     ("Recorder.__init__", "event.synchronize()"): _TIMES,
     ("Recorder.stop", "self._accelerator.record_time().synchronize()"): _TIMES,
-    ("Recorder.stop", "lane.end.synchronize()"): _TIMES,
+    ("Recorder.stop", "stream_range.end.synchronize()"): _TIMES,
     ("Team.agreed", "self.communicator.all_gather([full], lambda: part.copy_(mine)).wait()"): _NO_MUON,
     ("_Round.compute", "coming.pending.wait()"): _NO_MUON,
     ("_Return.take", "self.pending.wait()"): _NO_MUON,
