@@ -49,20 +49,18 @@ class BatchingQueue(Queue):
     # parameters
 
     def enter(self, unit: Unit) -> None:
-        super().enter(unit)
-        if unit.handle.batch_nbytes <= self._most:
+        if self._ahead:
+            super().enter(unit)
+        if unit.handle.state is HandleState.SHARDED and unit.handle.batch_nbytes <= self._most:
             self._gather(unit, Phase.FORWARD)
 
     def come_back(self, unit: Unit) -> None:
-        if unit.handle.batch_nbytes <= self._most:
+        if unit.handle.state is HandleState.SHARDED and unit.handle.batch_nbytes <= self._most:
             self._gather(unit, Phase.BACKWARD)
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
         """Issues the gather of a sharded unit, batched with units that are expected next."""
-        handle = unit.handle
-        if handle.state is not HandleState.SHARDED:
-            return
-        if handle.batch_nbytes > self._most:
+        if unit.handle.batch_nbytes > self._most:
             unit.gather(phase)
             return
         forward = phase is Phase.FORWARD

@@ -34,8 +34,10 @@ class UserEdits(PlugIn):
 
     def forward_ready(self, step: Any) -> None:
         for unit in step.units:
-            if unit.handle.state is HandleState.SHARDED and not unit.handle.shown.untouched:
-                _refuse_changes(unit, unit.handle)
+            handle = unit.handle
+            for segment in handle.segments if handle.state is HandleState.SHARDED else ():
+                if handle.shown.changed or not segment.layout.display.is_untouched():
+                    _refuse_changes(unit, handle)
         if added_names and torch.is_grad_enabled():
             _refuse_added(step.units)
 

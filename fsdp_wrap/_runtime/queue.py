@@ -74,7 +74,7 @@ class Queue:
         self._ahead = []
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
-        """Issues the gather of a unit that is expected next."""
+        """Issues the gather of a sharded unit that is expected next."""
         unit.gather(phase)
 
     def gathered_with(self, unit: Unit) -> list[str]:
@@ -123,7 +123,9 @@ class Queue:
         if expected is not None and expected.companions and not unit.options.backward_targets:
             targets = (*expected.tied, *expected.over_all_meshes[::-1])  # in the order of their backwards
         for target in targets:
-            if target is not None and target.options.unshards_in_backward:
+            if target is None or not target.options.unshards_in_backward:
+                continue
+            if target.handle.state is HandleState.SHARDED:
                 self._gather(target, Phase.BACKWARD)
 
     def _next_to_unshard(self, unit: Unit) -> Unit | None:
@@ -137,7 +139,7 @@ class Queue:
 
     def before_gradients(self, unit: Unit, phase: Phase) -> None:
         """Makes room for a unit's gradients; a reduction of the unit must end before more are taken."""
-        if self.busy:
+        if self._reducing or self._prefetching_later:
             self.make_room(0 if unit.handle.reduction is not None else unit.options.most_reducing - 1)
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
