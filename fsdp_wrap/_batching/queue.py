@@ -142,7 +142,8 @@ class BatchingQueue(Queue):
     def before_gradients(self, unit: Unit, phase: Phase) -> None:
         if self._waiting is not None and unit in self._waiting.taken:  # more have come
             self._send(phase, unit.options.most_reducing - 1)
-        super().before_gradients(unit, phase)
+        if self._reducing or self._prefetching_later:
+            super().before_gradients(unit, phase)
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
         alone = unit.handle.batch_nbytes > self._most or phase is Phase.IDLE

@@ -34,15 +34,13 @@ class UserEdits(PlugIn):
 
     def forward_ready(self, step: Any) -> None:
         for unit in step.units:
-            handle = unit.handle
-            for segment in handle.segments if handle.state is HandleState.SHARDED else ():
-                if handle.shown.changed or not segment.layout.display.is_untouched():
-                    _refuse_changes(unit, handle)
+            if unit.handle.state is HandleState.SHARDED and not unit.handle.shown.untouched:
+                _refuse_changes(unit, unit.handle)
         if added_names and torch.is_grad_enabled():
             _refuse_added(step.units)
 
     def ran(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
-        for segment in unit.segments:
+        for segment in unit.handle.segments:
             if [*map(_VERSION, segment.counted)] != segment.versions:
                 _refuse_edits(unit, segment)
 

@@ -21,7 +21,7 @@ from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, ShardAlignm
 from fsdp_wrap._core.torch_private import DTensorSpec, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.parallel import LocalPart, dtensor_of, to_local
 from fsdp_wrap._params.showing import SegmentDisplay
-from fsdp_wrap._params.side_data import side_data_of
+from fsdp_wrap._params.side_data import SideData, side_data_of
 from fsdp_wrap._params.zero_marks import GradientMarks
 
 Written = tuple[list[int], list[int]]
@@ -125,6 +125,13 @@ def memory_around(tensors: Sequence[torch.Tensor], starts: Sequence[int], numel:
 PartOf = Callable[[str, torch.Tensor], LocalPart | None]
 
 
+def _attributes_of(slot: ParamSlot, part: LocalPart | None, side: SideData | None) -> dict[str, Any]:
+    """Returns the attributes that all tensors which stand for a parameter carry."""
+    if side is not None:
+        return side.attributes
+    return dict(vars(slot.param)) if part is None else part.attributes(slot.param)
+
+
 class Owner(Protocol):
     """The unit that owns the parameters of a layout."""
 
@@ -200,14 +207,7 @@ class Layout(ABC):
         self._accelerator = accelerator_of(communicator.device)
         self.offloaded = offload and self._accelerator is not None
         self.side_data = [side_data_of(slot.fqn, slot.param) for slot in slots]
-        self._attributes = [
-            side.attributes
-            if side is not None
-            else dict(vars(slot.param))
-            if part is None
-            else part.attributes(slot.param)
-            for slot, part, side in zip(slots, parts, self.side_data)
-        ]
+        self._attributes = [*map(_attributes_of, slots, parts, self.side_data)]
         self._marks = GradientMarks()
         self._arriving: list[tuple[ToHost, Sequence[bool]]] = []
 

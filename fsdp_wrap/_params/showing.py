@@ -131,7 +131,7 @@ class UnitDisplay:
     def untouched(self) -> bool:
         """Whether no leaf is known to have changed, and no shown parameter to have been replaced."""
         shown = self._segments if self.state is Showing.SHARDED else ()
-        return not self.changed and all(segment.layout.display.is_untouched() for segment in shown)
+        return not self.changed and all([segment.layout.display.is_untouched() for segment in shown])
 
     def show_leaves(self) -> None:
         """Lets the modules compute with the leaves."""

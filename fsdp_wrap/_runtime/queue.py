@@ -139,7 +139,7 @@ class Queue:
 
     def before_gradients(self, unit: Unit, phase: Phase) -> None:
         """Makes room for a unit's gradients; a reduction of the unit must end before more are taken."""
-        if self._reducing or self._prefetching_later:
+        if self.busy:
             self.make_room(0 if unit.handle.reduction is not None else unit.options.most_reducing - 1)
 
     def reduce(self, unit: Unit, phase: Phase) -> None:

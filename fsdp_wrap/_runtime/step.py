@@ -382,7 +382,7 @@ class Step(StepState):
         if self._end() is None:
             self._open_backward()
         unit, handle, options = call.unit, call.unit.handle, call.unit.options
-        if self.queue.busy and (handle.bulky or (options.gradients_in_place and handle.sizeable)):
+        if (handle.bulky or (options.gradients_in_place and handle.sizeable)) and self.queue.busy:
             # With gradients in place, memory counts more than overlap with the first of them.
             self.queue.make_room(options.most_reducing - 1)
         try:
