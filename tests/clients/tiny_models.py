@@ -38,22 +38,24 @@ def text(seed, length=5):
     return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator).tolist())
 
 
+DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""What configurations of decoders have alike."""
+
+
 def llama(seed=0):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    config = LlamaConfig(intermediate_size=48, num_hidden_layers=3, **DECODER)
     return LlamaForCausalLM(config)
 
 
@@ -82,19 +84,7 @@ def mixture(seed=0):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.2,  # so that experts' gradients are no smaller than others
-        max_position_embeddings=32,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    experts: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    # Such initial values that experts' gradients are no smaller than others.
+    config = Qwen3MoeConfig(num_hidden_layers=2, initializer_range=0.2, **experts, **DECODER)
     return Qwen3MoeForCausalLM(config)
