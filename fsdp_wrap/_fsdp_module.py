@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_wrap._attributes import telling
 from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
 from fsdp_wrap._custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
-from fsdp_wrap._params import HandleState, Layout, ParamHandle, make_copyable
+from fsdp_wrap._params import Layout, ParamHandle, Where, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
     Unit,
@@ -454,7 +454,7 @@ class FSDPModule(nn.Module):
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for handle in self.__handles(False):
-            if handle.state is HandleState.SHARDED:
+            if handle.where is Where.SHARDED:
                 if not unit.parts or _shows_one_kind(handle):  # parts are converted one by one
                     handle.follow_replaced()
         return self
@@ -491,7 +491,7 @@ class FSDPModule(nn.Module):
         self.reshard()
         for unit in _unit_of(self).over_all_meshes:
             handle = unit.handle
-            if handle.state is HandleState.SHARDED and not handle.without_values:
+            if handle.where is Where.SHARDED and not handle.without_values:
                 handle.follow_replaced()
                 for segment in handle.segments:
                     refuse_replaced(unit, segment.layout)

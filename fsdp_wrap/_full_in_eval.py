@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._core import WRAPPED_ATTR, Phase, PlugIn, Precedence
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._params import HandleState
+from fsdp_wrap._params import Where
 from fsdp_wrap._runtime import Unit
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
@@ -33,7 +33,7 @@ def _follow_mode(unit: Unit) -> None:
     if handle.in_full == in_full:
         return
     unit.reshard(Phase.IDLE)
-    if unit.layouts and handle.state is not HandleState.SHARDED:
+    if unit.layouts and handle.where is not Where.SHARDED:
         return  # it is in the user's hands
     if handle.accumulates:
         raise RuntimeError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_wrap._comm import Accelerator, await_copies
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind
-from fsdp_wrap._params import EmptyHandle, HandleState, Layout, ParamHandle
+from fsdp_wrap._params import EmptyHandle, Layout, ParamHandle, Where
 from fsdp_wrap._runtime import Unit
 
 
@@ -45,10 +45,9 @@ class Offloading(PlugIn):
             return
         handle = unit.handle
         if (
-            handle.state is not HandleState.SHARDED
+            handle.where is not Where.SHARDED
             or handle.post_forward_shards is not None
             or handle.without_values
-            or handle.aside  # nothing is left to send
         ):
             return
         self._recall()

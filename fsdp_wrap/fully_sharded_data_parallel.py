@@ -45,7 +45,7 @@ from fsdp_wrap._core import (
     not_picklable,
     tells_keywords,
 )
-from fsdp_wrap._params import HandleState
+from fsdp_wrap._params import Where
 from fsdp_wrap._runtime import (
     REGISTRY,
     MaterializationError,
@@ -517,7 +517,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             _check_conversion(unit, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for unit in units:
-            if unit.handle.state is HandleState.SHARDED:
+            if unit.handle.where is Where.SHARDED:
                 unit.handle.follow_replaced()
         return self
 

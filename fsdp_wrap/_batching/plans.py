@@ -9,7 +9,7 @@ from fsdp_wrap._core import (
     Phase,
     SpanKind,
 )
-from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, Reduction, Segment
+from fsdp_wrap._params import BatchedGather, BatchedGradients, Reduction, Segment, Where
 from fsdp_wrap._runtime import Unit, UnitOptions
 
 
@@ -45,11 +45,11 @@ def can_gather(members: Iterable[Member]) -> bool:
     """Whether all members are sharded, with all to gather, and unchanged since the plan."""
     for unit, options, generation in members:
         handle = unit.handle
-        if handle.state is not HandleState.SHARDED:
+        if handle.where is not Where.SHARDED:
             return False
         if unit.options is not options or handle.generation != generation or handle.without_values:
             return False
-        if handle.aside or handle.post_forward_shards is not None:  # nothing or little is left to gather
+        if handle.post_forward_shards is not None:  # little is left to gather
             return False
         if handle.transport is not handle.communicator or handle.keeps_storage:
             return False

@@ -23,7 +23,7 @@ from fsdp_wrap._core import (
     Phase,
     SpanKind,
 )
-from fsdp_wrap._params import BatchedGather, BatchedGradients, HandleState, ParamHandle, Segment
+from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle, Segment, Where
 from fsdp_wrap._runtime import Queue, Reducing, Schedule, Unit
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
@@ -51,11 +51,11 @@ class BatchingQueue(Queue):
     def enter(self, unit: Unit) -> None:
         if self._ahead:
             super().enter(unit)
-        if unit.handle.state is HandleState.SHARDED and unit.handle.batch_nbytes <= self._most:
+        if unit.handle.where is Where.SHARDED and unit.handle.batch_nbytes <= self._most:
             self._gather(unit, Phase.FORWARD)
 
     def come_back(self, unit: Unit) -> None:
-        if unit.handle.state is HandleState.SHARDED and unit.handle.batch_nbytes <= self._most:
+        if unit.handle.where is Where.SHARDED and unit.handle.batch_nbytes <= self._most:
             self._gather(unit, Phase.BACKWARD)
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
@@ -77,9 +77,8 @@ class BatchingQueue(Queue):
         segments = [member.handle.segments for member in units]
         with unit.plug_ins.span(SpanKind.GATHER, phase, units, plan.nbytes):
             shares = plan.batch.issue(segments)
-        lasting = not self._step.syncs
         for member, share in zip(units, shares):
-            member.handle.gather(member.lasts or lasting, share)
+            member.handle.gather(share)
             for act in member.plug_ins.gathers:
                 act(member, phase, member.handle.unsharded_nbytes, plan.names)
         if forward:

@@ -21,7 +21,7 @@ from fsdp_wrap._core import (
     joined,
     own_modules,
 )
-from fsdp_wrap._params import HandleState, ParamHandle, Segment
+from fsdp_wrap._params import ParamHandle, Segment, Where
 from fsdp_wrap._runtime import ForwardCall, Unit, refuse_replaced
 
 _VERSION = attrgetter("_version")
@@ -34,7 +34,7 @@ class UserEdits(PlugIn):
 
     def forward_ready(self, step: Any) -> None:
         for unit in step.units:
-            if unit.handle.state is HandleState.SHARDED and not unit.handle.shown.untouched:
+            if unit.handle.where is Where.SHARDED and not unit.handle.shown.untouched:
                 _refuse_changes(unit, unit.handle)
         if added_names and torch.is_grad_enabled():
             _refuse_added(step.units)
@@ -87,7 +87,7 @@ def _written_since(call: ForwardCall) -> str | None:
 
 def _refuse_edits(unit: Unit, segment: Segment) -> None:
     """Refuses a forward that has written to full parameters, since the edits are lost on resharding."""
-    for index in segment.edited() if unit.handle.state is HandleState.UNSHARDED else ():
+    for index in segment.edited() if unit.handle.where is Where.FULL else ():
         name = unit.name_of(segment.layout.fqns[index])
         raise RuntimeError(
             f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "

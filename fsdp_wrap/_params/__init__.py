@@ -27,7 +27,7 @@ from fsdp_wrap._params.flat import (
     SliceLayout,
     held_params,
 )
-from fsdp_wrap._params.handle import EmptyHandle, HandleState, ParamHandle, trains
+from fsdp_wrap._params.handle import EmptyHandle, ParamHandle, trains
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,
@@ -57,4 +57,5 @@ from fsdp_wrap._params.side_data import (
     side_data_of,
     tensors_beside,
 )
+from fsdp_wrap._params.state import Until, Where
 from fsdp_wrap._params.summoned import Summoning

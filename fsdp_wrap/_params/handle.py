@@ -1,12 +1,11 @@
 """`ParamHandle`: the storage and the communication of one unit.
 
-SHARDED --gather--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED. Resharding is always safe.
+SHARDED --gather--> GATHERING --wait--> FULL --reshard--> SHARDED. Resharding is always safe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from operator import attrgetter
 
@@ -47,6 +46,7 @@ from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.showing import Showing, UnitDisplay
+from fsdp_wrap._params.state import MOVES, Until, Where
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
@@ -56,16 +56,6 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 def trains(layout: Layout) -> bool:
     """Whether any of a layout's parameters needs a gradient now."""
     return any(map(_REQUIRES_GRAD, layout.sources))
-
-
-class HandleState(Enum):
-    """The states of a unit's full parameters."""
-
-    SHARDED = "sharded"
-    UNSHARDING = "unsharding"  # unsharded buffers are allocated and being filled
-    UNSHARDED = "unsharded"
-    SUMMONED = "summoned"  # full parameters are in the user's hands: no forward, no backward
-    REPLACED = "replaced"  # sharded; the modules show what a state dict is to contain or to load into
 
 
 class ParamHandle:
@@ -79,13 +69,14 @@ class ParamHandle:
         held_by: The ranks of `communicator`, as saved tensors refer to them.
 
     Attributes:
+        where: Where the full parameters are.
+        stays: How long they stay, while they are in memory.
         generation: Count of times that leaves were made anew; older graphs cannot run backward.
         hookings: Count of times that leaves or sharded parameters became others, without hooks.
         values: Count of times that the leaves got new values; a graph needs its forward's values.
         written: The last versions of the sharded parameters, by segment; see `Layout.written`.
         transport: Gathers parameters and reduces gradients in training.
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
-        aside: Whether the unit counts as sharded, but its full parameters are still there; see `set_aside`.
         keeps_gradients: Whether a backward has left gradients that are not summed over all ranks yet.
         bulky: Whether one leaf's gradient alone takes half of a segment's memory.
         sizeable: Whether one takes a quarter of it.
@@ -113,17 +104,16 @@ class ParamHandle:
         self.contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, layouts, self._dtypes(self.in_full))]
         self._note_contents()
-        self.state = HandleState.SHARDED
+        self.where, self.stays = Where.SHARDED, Until.NOW
         self.shown = UnitDisplay(self.segments)
         self._summoned: list[SummonedSegment] = []
         self.generation = self.hookings = self.values = 0
         self._gathering: Pending = _NOTHING
         self._in_place = False  # whether the gather fills the unsharded buffers themselves
         self.post_forward_shards: PostForwardShards | None = None
-        self.aside = False
         self.written = [layout.written() for layout in layouts]
         self._changed = False  # whether the values are others than at the last `wait`
-        self._lasting_since = -1  # the count of steps at a gather for several iterations
+        self._steps_at_gather = 0  # of all optimizers
         self.reduction: InReduction | None = None
         self.keeps_gradients = False
         self._reduce_scatter: ReduceScatter | None = None
@@ -151,7 +141,6 @@ class ParamHandle:
                 f"state_over_replicas=True decides how '{self.layouts[0].fqns[0]}', and what is beside it in "
                 "its unit, is gathered and reduced: shard without it"
             )
-        self.drop_aside()  # another transport may round otherwise
         self.transport, self._transport_of = transport_of(self), transport_of
 
     @property
@@ -216,13 +205,18 @@ class ParamHandle:
     def shows_shards(self) -> bool:
         """Whether the modules show pieces of the original parameters."""
         shards = any(layout.resident is None for layout in self.layouts)
-        in_full = self.shows_full or self.state is HandleState.REPLACED
-        return shards and self.shown.state is Showing.SHARDED and not in_full
+        others = self.where is Where.LENT and (self.shows_full or not self.summoned)
+        return shards and self.shown.state is Showing.SHARDED and not others
+
+    @property
+    def summoned(self) -> bool:
+        """Whether the full parameters are in the user's hands, on this rank or on others."""
+        return bool(self._summoned)
 
     @property
     def shows_full(self) -> bool:
         """Whether the modules show full parameters that are in the user's hands."""
-        return bool(self._summoned) and all(segment.shows_full for segment in self._summoned)
+        return self.summoned and all(segment.shows_full for segment in self._summoned)
 
     @property
     def holds_gradients(self) -> bool:
@@ -252,14 +246,13 @@ class ParamHandle:
 
     # parameters
 
-    def gather(self, lasting: bool = False, batch: GatherShare | None = None) -> None:
-        """Issues the all-gather of a sharded unit that has nothing set aside.
+    def gather(self, batch: GatherShare | None = None) -> None:
+        """Issues the all-gather of a sharded unit.
 
         Args:
-            lasting: Whether `is_current` will ask if the shards have changed since.
             batch: The unit's share of a gather that was issued for several units; none is issued then.
         """
-        self._lasting_since = steps_taken() if lasting else -1
+        self._steps_at_gather = steps_taken()
         self.look()
         segments = self.segments
         self._in_place = batch is not None or self.post_forward_shards is not None
@@ -272,7 +265,8 @@ class ParamHandle:
                 self._prepare()
             buffers = [segment.gathered for segment in segments]
             self._gathering = self.transport.gather_into(buffers, self._write_shards)
-        self.state = HandleState.UNSHARDING
+        assert (self.where, Where.GATHERING) in MOVES
+        self.where = Where.GATHERING
 
     def _write_shards(self) -> None:
         for segment in self.segments:
@@ -310,13 +304,12 @@ class ParamHandle:
 
     @property
     def is_current(self) -> bool:
-        """Whether full parameters are there, or coming, lastingly, with the values of the shards."""
-        unsharded = self.state in (HandleState.UNSHARDING, HandleState.UNSHARDED)
-        lasting = self.aside or (unsharded and self._lasting_since >= 0)
-        if not lasting or not self.shown.untouched:
+        """Whether full parameters are there, or coming, with the values of the shards."""
+        unsharded = self.where in (Where.GATHERING, Where.FULL)
+        if not unsharded or not self.shown.untouched:
             return False
         # Not all optimizers move version counters: a step counts as a change of what trains.
-        if self._lasting_since != steps_taken() and any(map(trains, self.layouts)):
+        if self._steps_at_gather != steps_taken() and any(map(trains, self.layouts)):
             return False
         return self.written == [layout.written() for layout in self.layouts]
 
@@ -327,7 +320,8 @@ class ParamHandle:
         for segment in self.segments:
             segment.admit(self._changed, in_place=self._in_place)
         self._changed, self.post_forward_shards = False, None
-        self.state = HandleState.UNSHARDED
+        assert (self.where, Where.FULL) in MOVES
+        self.where = Where.FULL
 
     def reshard(self, within: Communicator | None = None) -> bool:
         """Frees the full parameters; returns False if there were none.
@@ -335,13 +329,10 @@ class ParamHandle:
         Args:
             within: Ranks that keep the full parameters between them, for the next gather.
         """
-        if self.state is HandleState.UNSHARDING:
+        if self.where is Where.GATHERING:
             self.wait()  # a gather in flight still writes
         self.post_forward_shards = None
-        if self.aside:
-            self.drop_aside()
-            return True
-        if self.state is not HandleState.UNSHARDED:
+        if self.where is not Where.FULL:
             return False
         self.shown.show_sharded()
         parts_can_be_kept = not self.keeps_storage and not self._extended  # a gather may exchange buffers
@@ -349,47 +340,35 @@ class ParamHandle:
             self.post_forward_shards = PostForwardShards(self.segments, within)
         for segment in self.segments:
             segment.free()
-        self.state = HandleState.SHARDED
+        self.where, self.stays = Where.SHARDED, Until.NOW
         return True
 
-    # full parameters that wait for a backward while other forwards run
+    def stay(self, until: Until) -> None:
+        """Keeps full parameters that nothing computes with for now; shows those that wait for a backward."""
+        self.stays = until
+        if until is Until.BACKWARD:
+            self.shown.show_kept()
+        else:
+            self.shown.show_sharded()
 
-    def set_aside(self) -> None:
-        """Lets an unsharded unit count as sharded while autograd may use its full parameters.
-
-        They stay until `take_back` or `drop_aside`; none stay if they hold edits or gradients.
-        """
-        assert self.state is HandleState.UNSHARDED
-        self.shown.show_sharded()
-        self.state, self.aside = HandleState.SHARDED, True
-        if self.shown.changed or any(segment.holds_changes for segment in self.segments):
-            self.drop_aside()
-
-    def take_back(self) -> None:
-        """Makes a unit that was set aside unsharded again."""
-        self.state, self.aside = HandleState.UNSHARDED, False
-
-    def drop_aside(self) -> None:
-        """Frees the full parameters that were set aside, if any."""
-        if self.aside:
-            self.aside = False
-            for segment in self.segments:
-                segment.free()
+    @property
+    def holds_changes(self) -> bool:
+        """Whether the full parameters were edited, or gradients lie in their place."""
+        return bool(self.shown.changed) or any([segment.holds_changes for segment in self.segments])
 
     # changes
 
     def keep_storage(self, keep: bool) -> None:
         """Decides whether the unsharded buffers keep their memory while the unit is sharded."""
-        self.drop_aside()
         self.keeps_storage = keep
         for segment in self.segments:
             segment.keep_memory(keep)
-            if self.state is HandleState.SHARDED:
+            if self.where is Where.SHARDED:
                 segment.free()
 
     def follow_replaced(self) -> None:
         """Takes over data that the user has put into a sharded unit's parameters, also of another dtype."""
-        assert self.state is HandleState.SHARDED
+        assert self.where is Where.SHARDED
         moved = False
         for segment in self.segments:
             if segment.gradients.kept or segment.gradients.partial is not None:
@@ -408,20 +387,19 @@ class ParamHandle:
 
     def compute_in_full(self, in_full: bool) -> None:
         """Switches a sharded unit between its master dtype and the dtypes of its policies."""
-        assert self.state is HandleState.SHARDED and not self.accumulates
+        assert self.where is Where.SHARDED and not self.accumulates
         self.in_full = in_full
         self._make_segments()
 
     def allocate_in(self, memory: GroupMemory | None) -> None:
         """Moves a sharded unit's buffers to other memory; None for ordinary memory."""
-        assert self.state is HandleState.SHARDED and not self.accumulates
+        assert self.where is Where.SHARDED and not self.accumulates
         if memory is not self.communicator.memory:
             self.communicator.allocate_in(memory)
             self._make_segments(anew=True)
 
     def _make_segments(self, anew: bool = False) -> None:
         """Makes the segments whose dtypes have changed anew, or all of them."""
-        self.drop_aside()
         self.values += 1
         self._changed = True
         self.hookings += 1
@@ -440,7 +418,7 @@ class ParamHandle:
     def become_sharded(self) -> bool:
         """Reshards and takes over replaced data; returns False if something else is shown to the user."""
         self.reshard()
-        if self.state is not HandleState.SHARDED:
+        if self.where is not Where.SHARDED:
             return False
         self.follow_replaced()
         return True
@@ -453,7 +431,8 @@ class ParamHandle:
         self._summoned = [
             SummonedSegment(layout, self.communicator, self.replicas, how) for layout in self.layouts
         ]
-        self.state = HandleState.SUMMONED
+        assert (self.where, Where.LENT) in MOVES
+        self.where = Where.LENT
 
     def take_edits(self, prefix: str) -> None:
         """Notes the summoned parameters that the modules show now; `prefix` is for messages."""
@@ -470,7 +449,8 @@ class ParamHandle:
         summoned, self._summoned = self._summoned, []
         for layout in self.layouts:
             layout.hide_full()
-        self.state = HandleState.SHARDED
+        assert self.where in (Where.LENT, Where.SHARDED)  # the latter where lending has failed
+        self.where = Where.SHARDED
         for segment in summoned:
             if writeback:
                 segment.write_back()
@@ -480,7 +460,8 @@ class ParamHandle:
         """Shows other parameters, given by segment, in a sharded unit's modules."""
         for layout, shown in zip(self.layouts, params):
             layout.show_full(shown, copies=True)
-        self.state = HandleState.REPLACED
+        assert (self.where, Where.LENT) in MOVES
+        self.where = Where.LENT
 
     # gradients
 
@@ -624,7 +605,7 @@ class EmptyHandle(ParamHandle):
     def __init__(self) -> None:
         alone = Communicator(0, 1, torch.device("cpu"))
         super().__init__((), alone, alone, (), HeldBy((), "cpu"))
-        self.state = HandleState.UNSHARDED
+        self.where = Where.FULL
 
     def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
         """Returns another empty handle."""

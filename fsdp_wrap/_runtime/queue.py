@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from fsdp_wrap._core import BackwardPrefetch, Phase
-from fsdp_wrap._params import HandleState
+from fsdp_wrap._params import Where
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.unit import StepState, Unit
 
@@ -58,8 +58,7 @@ class Queue:
             expected = order.next_in_forward()
             next_one = (expected,) if options.forward_prefetch and expected is not None else ()
             for target in options.forward_targets or next_one:
-                if target.handle.state is HandleState.SHARDED:
-                    target.drop_aside(Phase.FORWARD)
+                if target.handle.where is Where.SHARDED:
                     self._ahead.append(target)
                     self._gather(target, Phase.FORWARD)
         else:
@@ -125,7 +124,7 @@ class Queue:
         for target in targets:
             if target is None or not target.options.unshards_in_backward:
                 continue
-            if target.handle.state is HandleState.SHARDED:
+            if target.handle.where is Where.SHARDED:
                 self._gather(target, Phase.BACKWARD)
 
     def _next_to_unshard(self, unit: Unit) -> Unit | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_wrap._core import NotIdleError, Phase, Seam, load_watchers
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._params import HandleState
+from fsdp_wrap._params import Where
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue
 from fsdp_wrap._runtime.refusals import refuse_steps_between_sums
@@ -70,7 +70,7 @@ class Schedule(Step):
             self._follow_user([unit])
             if not handle.is_current:
                 unit.reshard(Phase.IDLE)
-                if handle.state is HandleState.SHARDED:
+                if handle.where is Where.SHARDED:
                     handle.follow_replaced()
         unit.gather(Phase.IDLE)
         unit.hold()

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 
+from fsdp_wrap._params import Until
 from fsdp_wrap._runtime.unit import ForwardCall, Unit
 
 
-class Until(Enum):
-    """The moment until which full parameters stay.
-
-    Attributes:
-        NOW: They are freed at once.
-        OUTERMOST: The end of the outermost forward.
-        BACKWARD: The unit's backward.
-        NEXT: The next iteration, which takes them over unless they have changed.
-    """
-
-    NOW = "now"
-    OUTERMOST = "the outermost forward ends"
-    BACKWARD = "the backward"
-    NEXT = "the next iteration"
+def before_forward(unit: Unit) -> Until:
+    """Returns how long full parameters stay that an earlier iteration has left, when a new one begins."""
+    handle = unit.handle
+    if handle.stays is Until.NEXT or not unit.options.reshards_after_backward:
+        if handle.is_current:
+            return handle.stays
+    elif handle.stays in (Until.BACKWARD, Until.EARLIER):
+        # Forwards of modules around the unit may have computed with them: a tied output, a loss.
+        handle.shown.show_sharded()
+        if handle.is_current and not handle.holds_changes:
+            return Until.EARLIER
+    return Until.NOW
 
 
 def after_forward(call: ForwardCall, with_grad: bool, is_root: bool, partly: bool) -> Until:

@@ -33,7 +33,7 @@ from fsdp_wrap._core import (
     with_optimizers,
 )
 from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gradient
-from fsdp_wrap._params import HandleState, ParamHandle, Showing
+from fsdp_wrap._params import ParamHandle, Until, Where
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.queue import Queue
@@ -44,15 +44,14 @@ from fsdp_wrap._runtime.refusals import (
     refuse_without_backward,
 )
 from fsdp_wrap._runtime.same_model import SameModel
-from fsdp_wrap._runtime.stays import Until, after_backward, after_forward, after_outermost
+from fsdp_wrap._runtime.stays import after_backward, after_forward, after_outermost, before_forward
 from fsdp_wrap._runtime.unit import (
-    SHOWN_TO_USERS,
     ForwardCall,
     StepState,
     Unit,
     communicators_of,
     hooked_for,
-    refuse_shown,
+    refuse_lent,
     units_in,
 )
 
@@ -93,7 +92,7 @@ class Step(StepState):
         self.depth = 0
         self.lasting: dict[Unit, tuple[ForwardCall, list[Node]]] = {}
         self.transformed: list[ExitStack] = []
-        self._awaited: dict[Unit, None] = {}
+        self._read_by_earlier: set[Unit] = set()  # in backwards of forwards before this one
         self._backward_open, self.gradients_came, self._end = False, False, _NONE_RUNS
         self._deferred: set[Unit] = set()
         self._trains, self._keeps_graph = False, False
@@ -155,8 +154,8 @@ class Step(StepState):
         recompute = graph_task() != -1  # a forward inside a backward
         handle = unit.handle
         if self.depth == 0 and not recompute:
-            if handle.state in SHOWN_TO_USERS:
-                refuse_shown(unit)  # before any state changes: other ranks may go on
+            if handle.where is Where.LENT:
+                refuse_lent(unit)  # before any state changes: other ranks may go on
             self._begin_iteration()
         what = Computing.RECOMPUTE if recompute else Computing.FORWARD
         if handle.layouts:
@@ -166,10 +165,8 @@ class Step(StepState):
                 unit.unshard(Phase.BACKWARD)
             else:
                 unit.forwards += self._trains
-                if self._awaited:
-                    # It gathers anew: a write to what was set aside may go unseen.
-                    for kept in (unit, *self.queue.order.coming_in_forward(unit)):
-                        kept.drop_aside(Phase.FORWARD)
+                if handle.stays is Until.EARLIER:
+                    self._gather_anew(unit)
                 self.queue.enter(unit)
                 unit.unshard(Phase.FORWARD)
             if handle.follow_requires_grad() or unit.hooked != handle.hookings:
@@ -186,6 +183,12 @@ class Step(StepState):
         self.depth += 1  # last: `exit_forward` follows if nothing above has raised
         unit.running += 1
         return ForwardCall(unit, part)
+
+    def _gather_anew(self, unit: Unit) -> None:
+        """Frees what an earlier forward has left of a unit and those that come: a write may go unseen."""
+        for kept in (unit, *self.queue.order.coming_in_forward(unit)):
+            if kept.handle.stays is Until.EARLIER:
+                kept.reshard(Phase.FORWARD)
 
     def watch_inputs(self, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced) -> Any:
         """Replaces inputs that need gradients by views, whose hooks tell when the gradients are done.
@@ -254,7 +257,7 @@ class Step(StepState):
             self.lasting[unit] = call, inputs
         else:
             self.lasting.pop(unit, None)
-            self._leave(unit, until, within)
+            self._leave(call, until, within)
 
     def _hook_outputs(self, call: ForwardCall, inputs: list[Node], outputs: Iterable[torch.Tensor]) -> None:
         """Hooks outputs for their backward; views themselves also for those who watch their gradients."""
@@ -280,16 +283,17 @@ class Step(StepState):
             within = unit.options.reshards_within if with_grad else None
             alone = unit.partly_ran and unit.running > 0  # a single part: others may follow
             unit.restart()
-            self._leave(unit, after_outermost(call, bool(with_grad), unit in self._outermost, alone), within)
+            self._leave(call, after_outermost(call, bool(with_grad), unit in self._outermost, alone), within)
 
-    def _leave(self, unit: Unit, until: Until, within: Communicator | None) -> None:
+    def _leave(self, call: ForwardCall, until: Until, within: Communicator | None) -> None:
         """Frees or keeps the full parameters of a unit whose forward is over."""
+        handle = call.unit.handle
         if until is Until.BACKWARD:
-            unit.handle.shown.show_kept()
-        elif unit in self._awaited:
-            unit.set_aside(Phase.FORWARD)
+            handle.stay(until)
+        elif call.unit in self._read_by_earlier and not handle.holds_changes:
+            handle.stay(Until.EARLIER)
         else:
-            unit.reshard(Phase.FORWARD, within)
+            call.unit.reshard(Phase.FORWARD, within)
 
     def exit_forward(self, call: ForwardCall) -> None:
         """Ends a forward call, whether it returned or raised."""
@@ -302,7 +306,7 @@ class Step(StepState):
         if recompute:
             return
         over = unit.running == 0 and unit not in self.lasting
-        if over and handle.shown.state is Showing.LEAVES:
+        if over and handle.where is Where.FULL and handle.stays is not Until.BACKWARD:
             handle.shown.show_sharded()
         if self.depth == 0:
             self.queue.end_forward()
@@ -329,19 +333,15 @@ class Step(StepState):
         self._follow_user(self._units)
         for unit in self._units:
             handle = unit.handle
-            if handle.state is not HandleState.SHARDED or handle.post_forward_shards is not None:
-                awaited = handle.shown.state is Showing.KEPT
-                if awaited:
-                    self._awaited[unit] = None
-                if unit.survives:
-                    continue
-                if awaited:
-                    unit.set_aside(Phase.FORWARD)
-                else:
+            if handle.where is not Where.SHARDED or handle.post_forward_shards is not None:
+                if handle.stays is Until.BACKWARD:
+                    self._read_by_earlier.add(unit)
+                until = before_forward(unit)
+                if until is Until.NOW:
                     unit.reshard(Phase.FORWARD)
-            if handle.state is HandleState.SHARDED:
-                if handle.aside and not handle.is_current:
-                    unit.drop_aside(Phase.FORWARD)
+                elif until is not handle.stays:
+                    handle.stay(until)
+            if handle.where is Where.SHARDED:
                 handle.follow_replaced()
             if unit.hooked != handle.hookings:  # gradients may come without a forward of it
                 handle.follow_requires_grad()
@@ -413,7 +413,7 @@ class Step(StepState):
         for act in unit.plug_ins.enters:
             act(unit, Computing.BACKWARD)
         unshards = unit.options.unshards_in_backward
-        if not unshards or handle.state is HandleState.UNSHARDED:  # else the gather looks
+        if not unshards or handle.where is Where.FULL:  # else the gather looks
             handle.look()
         if unshards:
             self.queue.come_back(unit)
@@ -546,11 +546,8 @@ class Step(StepState):
             if handle.keeps_gradients:
                 handle.forget_zeroed()
             unit.arrivals.begin()
-        for unit in self._awaited:  # whose parameters recomputed outer forwards read
-            handle = unit.handle
-            if handle.aside:
-                handle.take_back()
-                handle.shown.show_kept()
+            if handle.stays is Until.EARLIER:  # recomputed outer forwards read them
+                handle.stay(Until.BACKWARD)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -561,7 +558,7 @@ class Step(StepState):
             handle = unit.handle
             over = unit.arrivals.progress is Progress.FINISHED
             # Where it is over, a unit may have been prefetched by mistake.
-            if not (over and handle.state is HandleState.SHARDED):
+            if not (over and handle.where is Where.SHARDED):
                 self._finish_backward_of(unit, handle)
             elif unit in self._deferred:
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
@@ -582,7 +579,7 @@ class Step(StepState):
             self.explain(error)
             raise
         self._close(waits)
-        self._awaited = {}
+        self._read_by_earlier.clear()
         self._backward_open, self._end = False, _NONE_RUNS
         self._restore_sums()
 
@@ -597,7 +594,7 @@ class Step(StepState):
             act(self, waits)
 
     def _finish_backward_of(self, unit: Unit, handle: ParamHandle) -> None:
-        if not (self._keeps_graph and (unit.reached or handle.shown.state is Showing.KEPT)):
+        if not (self._keeps_graph and (unit.reached or handle.stays is Until.BACKWARD)):
             if unit.arrivals.end():
                 for act in unit.plug_ins.backward_over:
                     act(unit, Phase.FINAL_CALLBACK)
@@ -624,7 +621,7 @@ class Step(StepState):
             for act in self.plug_ins.failed:
                 act(self)
         self.queue.drop()
-        self._awaited = {}
+        self._read_by_earlier.clear()
         self._backward_open, self._end = False, _NONE_RUNS
         self._restore_sums()
         for act in self.plug_ins.dropped:
@@ -641,7 +638,7 @@ class Step(StepState):
         """Whether gradients may take the place of the unit's parameters now."""
         options, handle = unit.options, unit.handle
         reduced = self.syncs and options.syncs and not torch.is_grad_enabled()
-        needed = unit.running or unit.arrivals.needed_to_end or handle.state is not HandleState.UNSHARDED
+        needed = unit.running or unit.arrivals.needed_to_end or handle.where is not Where.FULL
         return reduced and not needed and after_backward(unit, self.syncs) is Until.NOW
 
     def _take_gradients(self, unit: Unit, phase: Phase) -> None:

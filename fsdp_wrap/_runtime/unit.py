@@ -33,14 +33,11 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
-from fsdp_wrap._params import EmptyHandle, HandleState, Layout, ParamHandle, Segment
+from fsdp_wrap._params import EmptyHandle, Layout, ParamHandle, Segment, Until, Where
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 Copies = Sequence[Sequence[torch.Tensor]]
 """Copies of leaves, by segment."""
-
-SHOWN_TO_USERS = (HandleState.SUMMONED, HandleState.REPLACED)
-"""States in which no forward or backward may run."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,6 @@ class Unit:
         hooked: The handle's `hookings` when leaves were hooked last.
         told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
         all_train: Whether every leaf needs a gradient.
-        lasts: Whether parameters may stay gathered into the next iteration.
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
     """
 
@@ -173,7 +169,6 @@ class Unit:
         self.kept_module = module if parts else None  # a group of parts has no other owner
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
-        self._held = False
         self.handle, self.plug_ins = handle, handle.plug_ins
         for layout in handle.layouts:
             layout.belong_to(self)
@@ -188,7 +183,7 @@ class Unit:
         self.fqn = mesh_label
         self.running = self.forwards = 0
         self.nested = False
-        self._derive()
+        self._choose_casts()
         self.schedule: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
         self._own_gradients: list[tuple[Node, Any]] = []
@@ -278,19 +273,15 @@ class Unit:
         """Notes that another unit encloses this one, and its name there."""
         self.nested = True
         self.fqn = fqn
-        self._derive()
 
-    def _derive(self) -> None:
-        """Derives from the options, once and not in each step, what every step asks."""
-        options = self.options
-        self.casts = NO_CASTS if self.handle.in_full or options.casts == NO_CASTS else options.casts
-        as_root = options.keeps_as_root and not self.nested
-        self.lasts = as_root or not (options.reshards_after_backward and options.reshard_after_forward)
+    def _choose_casts(self) -> None:
+        casts = self.options.casts
+        self.casts = NO_CASTS if self.handle.in_full or casts == NO_CASTS else casts
 
     def set(self, **options: Any) -> None:
         """Changes options."""
         self.options = replace(self.options, **options)
-        self._derive()
+        self._choose_casts()
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Sets whether the full parameters are freed after forward, also of a root unit."""
@@ -301,13 +292,13 @@ class Unit:
     def unshard(self, phase: Phase) -> None:
         """Makes the leaves usable: gathers unless prefetched, and waits for the gather."""
         handle, at = self.handle, self.plug_ins
-        if handle.state in SHOWN_TO_USERS:
-            refuse_shown(self)
+        if handle.where is Where.LENT:
+            refuse_lent(self)
         for act in at.needs:
             act(self, phase)
-        if handle.state is HandleState.SHARDED:
+        if handle.where is Where.SHARDED:
             self.gather(phase)
-        if handle.state is HandleState.UNSHARDING:
+        if handle.where is Where.GATHERING:
             span = at.span(SpanKind.AWAIT_GATHER, phase, (self,)) if at.see_spans else NO_SPAN
             with span:
                 handle.wait()
@@ -317,7 +308,7 @@ class Unit:
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being gathered, already."""
         handle, at = self.handle, self.plug_ins
-        if handle.state is not HandleState.SHARDED:
+        if handle.where is not Where.SHARDED:
             return False
         if handle.without_values:
             raise NoValuesError(
@@ -327,40 +318,16 @@ class Unit:
             )
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
-        schedule = self.schedule
-        assert schedule is not None
-        if handle.aside:
-            handle.take_back()
-            return False
-        lasting = self.lasts or not schedule.syncs or phase is Phase.IDLE
+        assert self.schedule is not None
         nbytes = handle.unsharded_nbytes
         for act in at.to_gather:
             act((self,), phase)
         span = at.span(SpanKind.GATHER, phase, (self,), nbytes) if at.see_spans else NO_SPAN
         with span:
-            handle.gather(lasting)
+            handle.gather()
         for act in at.gathers:
             act(self, phase, nbytes, ())
         return True
-
-    def set_aside(self, phase: Phase) -> None:
-        """Reshards the unit, but leaves its full parameters to the backward for which they wait."""
-        handle = self.handle
-        if self.running > (phase is Phase.FORWARD):
-            return
-        handle.set_aside()
-        self._held = False
-        if not handle.aside:
-            for act in self.plug_ins.sharded:
-                act(self, phase, handle.unsharded_nbytes)
-
-    def drop_aside(self, phase: Phase) -> None:
-        """Frees what was set aside, if anything was."""
-        handle = self.handle
-        if handle.aside:
-            handle.drop_aside()
-            for act in self.plug_ins.sharded:
-                act(self, phase, handle.unsharded_nbytes)
 
     def reshard(self, phase: Phase, within: Communicator | None = None) -> None:
         """Frees the full parameters, unless a running forward needs them.
@@ -373,12 +340,11 @@ class Unit:
         # A backward inside a forward must leave it the leaves.
         if self.running > (phase is Phase.FORWARD):
             return
-        if handle.state is HandleState.UNSHARDING:  # a gather in flight still writes
+        if handle.where is Where.GATHERING:  # a gather in flight still writes
             span = at.span(SpanKind.AWAIT_GATHER, phase, (self,)) if at.see_spans else NO_SPAN
             with span:
                 handle.wait()
         if handle.reshard(within):
-            self._held = False
             for act in at.sharded:
                 act(self, phase, handle.unsharded_nbytes)
 
@@ -416,24 +382,20 @@ class Unit:
     # forward
 
     def hold(self) -> None:
-        """Lets the next iteration reuse the full parameters, unless they change."""
-        self._held = True
+        """Lets the next iteration take over the full parameters, unless they change."""
+        if self.handle.stays is Until.NOW:
+            self.handle.stays = Until.NEXT
 
     def keep(self) -> None:
         """Keeps the full parameters after a backward, and shows the sharded ones unless a forward runs."""
-        self.hold()
+        self.handle.stays = Until.NEXT
         if not self.running:
             self.handle.shown.show_sharded()
-
-    @property
-    def survives(self) -> bool:
-        """Whether the next iteration reuses all of its full parameters."""
-        return (self._held or not self.options.reshards_after_backward) and self.handle.is_current
 
     def compute_in_full(self, in_full: bool) -> None:
         """Switches a sharded unit between its master dtype and its mixed precision."""
         self.handle.compute_in_full(in_full)
-        self._derive()
+        self._choose_casts()
 
     def ran(self, part: nn.Module | None) -> bool:
         """Notes that a part has run; returns whether all have, and starts over then."""
@@ -577,9 +539,9 @@ def _on_own_gradient(
     return None
 
 
-def refuse_shown(unit: Unit) -> NoReturn:
-    """Refuses to compute with a unit whose handle's state is in `SHOWN_TO_USERS`."""
-    if unit.handle.state is HandleState.REPLACED:
+def refuse_lent(unit: Unit) -> NoReturn:
+    """Refuses to compute with a unit whose parameters are lent."""
+    if not unit.handle.summoned:
         raise RuntimeError(
             f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
             "backward after that"

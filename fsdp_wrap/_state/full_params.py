@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_wrap._comm import calling
 from fsdp_wrap._core import NotIdleError
-from fsdp_wrap._params import HandleState, ParamHandle, Summoning
+from fsdp_wrap._params import ParamHandle, Summoning
 from fsdp_wrap._runtime import (
     Unit,
     communicators_of,
@@ -29,7 +29,7 @@ _EVERYWHERE = Summoning()
 
 def is_summoned(unit: Unit) -> bool:
     """Whether the unit's full parameters are in the user's hands."""
-    return unit.handle.state is HandleState.SUMMONED
+    return unit.handle.summoned
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from fsdp_wrap import api
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._params import HandleState, Segment
+from fsdp_wrap._params import Segment, Where
 from fsdp_wrap._runtime import REGISTRY, Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
@@ -203,8 +203,8 @@ class UnitGroup(_Proxy):
         if state is not self._training_state:
             self._refuse("_training_state")
 
-    is_sharded = property(lambda self: self._handle.state is HandleState.SHARDED)
-    is_unsharded = property(lambda self: self._handle.state is HandleState.UNSHARDED)
+    is_sharded = property(lambda self: self._handle.where is Where.SHARDED)
+    is_unsharded = property(lambda self: self._handle.where is Where.FULL)
 
     def unshard(self, async_op: bool = False) -> None:
         """Issues the all-gather."""
@@ -254,7 +254,7 @@ class UnitParam(_Proxy):
             RuntimeError: If its memory is freed.
         """
         handle = self.unit.handle
-        if handle.state is not HandleState.UNSHARDED:
+        if handle.where is not Where.FULL:
             raise RuntimeError(f"the full parameter '{self._param_fqn}' is not in memory; unshard its module")
         return self.segment.leaves[self.index]
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_wrap._core import ShardingStrategy
 from fsdp_wrap._core.torch_private import graph_task, torch_common_utils, torch_flat_param
-from fsdp_wrap._params import FlatLayout, FlatParameter, HandleState, HiddenFlatParameter
+from fsdp_wrap._params import FlatLayout, FlatParameter, HiddenFlatParameter, Where
 from fsdp_wrap._runtime import Schedule, Unit, schedule_of
 from fsdp_wrap._state import is_summoned
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -229,7 +229,7 @@ class FlatHandle:
 
     def needs_unshard(self) -> bool:
         """Whether the full parameters are freed."""
-        return self._unit.handle.state is HandleState.SHARDED and self.uses_sharded_strategy
+        return self._unit.handle.where is Where.SHARDED and self.uses_sharded_strategy
 
     def _get_padded_unsharded_flat_param(self) -> Any:
         """Returns a copy of the unsharded buffer, or nothing while that is freed."""
@@ -245,7 +245,7 @@ class FlatHandle:
     )
 
     def _follow_upcast(self, dtype: torch.dtype) -> None:
-        if self._unit.handle.state is HandleState.SHARDED:
+        if self._unit.handle.where is Where.SHARDED:
             self._unit.handle.follow_replaced()
 
     _orig_param_dtype = property(
@@ -260,7 +260,7 @@ def _in_backward(unit: Unit) -> bool:
 
 def _computes(unit: Unit) -> bool:
     """Whether a unit's forward or backward runs on its full parameters."""
-    unsharded = bool(unit.layouts) and unit.handle.state is HandleState.UNSHARDED
+    unsharded = bool(unit.layouts) and unit.handle.where is Where.FULL
     return unsharded and (unit.running > 0 or _in_backward(unit))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._core import Seam, format_bytes
-from fsdp_wrap._params import HandleState, ParamHandle
+from fsdp_wrap._params import ParamHandle, Where
 from fsdp_wrap._runtime import Unit, out_of_memory, schedule_of
 from fsdp_wrap.tools.models import Models, named_units
 
@@ -81,7 +81,7 @@ def memory_lines(units: Sequence[Unit]) -> Iterator[str]:
     )
     for row in busy[:_MOST]:
         more = f", {format_bytes(row.gradients)} of gradients on their way" if row.gradients else ""
-        yield f"  {row.name}: {row.state.value}, {format_bytes(row.full)} of full parameters{more}"
+        yield f"  {row.name}: {row.where.value}, {format_bytes(row.full)} of full parameters{more}"
     if len(busy) > _MOST:
         yield f"  {len(busy) - _MOST} more units"
     if planned_memory.filled is not None:
@@ -92,18 +92,18 @@ class _UnitMemory(NamedTuple):
     """A unit's bytes of full parameters, of gradients in or before their reduction, and of shards."""
 
     name: str
-    state: HandleState
+    where: Where
     full: int
     gradients: int
     shards: int
 
     @classmethod
     def of(cls, name: str, handle: ParamHandle) -> _UnitMemory:
-        unsharded = handle.state in (HandleState.UNSHARDING, HandleState.UNSHARDED, HandleState.SUMMONED)
-        full = handle.unsharded_nbytes if unsharded or handle.aside else 0
+        unsharded = handle.where in (Where.GATHERING, Where.FULL) or handle.summoned
+        full = handle.unsharded_nbytes if unsharded else 0
         gradients = handle.reduced_nbytes if handle.reduction is not None or handle.accumulates else 0
         return cls(
-            name, handle.state, full, gradients, sum(segment.shard.nbytes for segment in handle.segments)
+            name, handle.where, full, gradients, sum(segment.shard.nbytes for segment in handle.segments)
         )
 
 

@@ -23,7 +23,7 @@ from bed.references import Traffic, count_collectives
 from beside import check_each
 from fronts import full
 from fsdp_wrap import MixedPrecisionPolicy, ReplicateModule, compat, fully_shard
-from fsdp_wrap._params import HandleState
+from fsdp_wrap._params import Where
 from fsdp_wrap._runtime import units_in
 from scenario import Scenario, pairwise
 
@@ -167,7 +167,7 @@ def calls(counts: dict[str, Traffic]) -> tuple[int, ...]:
 
 def is_sharded(pipeline: Pipeline) -> bool:
     units = [unit for stage in pipeline.own.values() for unit in units_in(stage).values()]
-    return {unit.handle.state for unit in units} == {HandleState.SHARDED}
+    return {unit.handle.where for unit in units} == {Where.SHARDED}
 
 
 UNITS_ARE = [

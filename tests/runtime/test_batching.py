@@ -107,7 +107,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 def assert_idle(model: nn.Module) -> None:
     for unit in units_of(model):
-        assert unit.handle.state.value == "sharded", unit.fqn
+        assert unit.handle.where.value == "sharded", unit.fqn
         assert unit.handle.reduction is None, unit.fqn
         for segment in unit.handle.segments:
             assert not segment.full.allocated and not segment.gradients.collected, unit.fqn
@@ -312,7 +312,7 @@ def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size
             model(batch(rank, 3)).square().sum().backward()
         hook.remove()
         early = units_of(model)[4:]  # the root comes first, and the third layer has failed
-        assert where == "backward" or all(unit.handle.state.value == "sharded" for unit in early)
+        assert where == "backward" or all(unit.handle.where.value == "sharded" for unit in early)
         alone = build(front, travel_together_bytes=0)
         alone.load_state_dict(model.state_dict())
         for each in (model, alone):

@@ -20,7 +20,7 @@ from fsdp_wrap import BackwardPrefetch
 from fsdp_wrap._comm import Finished, FromHost, ToHost
 from fsdp_wrap._comm.lanes import _EventPending
 from fsdp_wrap._params.collectives import NotedReduction, Reduction
-from fsdp_wrap._params.handle import HandleState
+from fsdp_wrap._params.handle import Where
 from fsdp_wrap._runtime.unit import Unit
 from scenario import (
     COMPOSABLE_SPACE,
@@ -88,13 +88,13 @@ _RESHARD, _FINISH, _WRITE = Unit.reshard, Reduction.finish, FromHost.write
 
 def _careless(unit, phase, within=None):
     handle = unit.handle
-    if handle.state is not HandleState.UNSHARDING:
+    if handle.where is not Where.GATHERING:
         _RESHARD(unit, phase, within)
         return
     for segment in handle.segments:
         segment.gathered.free()
         segment.free()
-    handle._gathering, handle.state = Finished(), HandleState.SHARDED
+    handle._gathering, handle.where = Finished(), Where.SHARDED
 
 
 def _too_early(reduction):
