@@ -567,6 +567,11 @@ class ParamHandle:
             return None
         return partial(_add_arrived, accelerator, [layout.take_arriving() for layout in self.layouts])
 
+    def collect_gradients(self) -> None:
+        """Moves the leaves' gradients into the reduce buffers, to which more may be added."""
+        for segment in self.segments:
+            segment.gradients.collect()
+
     def keep_accumulated(self) -> None:
         """Keeps the collected gradients for a later backward (`no_sync`)."""
         for segment in self.segments:

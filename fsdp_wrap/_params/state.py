@@ -39,6 +39,7 @@ class Until(Enum):
         OUTERMOST: The end of the outermost forward.
         BACKWARD: The unit's backward. Attributes of the modules show them until then.
         EARLIER: The unit's backward of an earlier forward. A new forward of the unit gathers anew.
+        FORWARD: The next outermost forward, which frees them. A double backward may come before.
         NEXT: The next iteration, which takes them over unless they have changed.
     """
 
@@ -46,4 +47,5 @@ class Until(Enum):
     OUTERMOST = "the outermost forward ends"
     BACKWARD = "the backward"
     EARLIER = "the backward of an earlier forward"
+    FORWARD = "the next outermost forward"
     NEXT = "the next iteration"

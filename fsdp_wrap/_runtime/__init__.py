@@ -41,7 +41,7 @@ from fsdp_wrap._runtime.schedule import (
     require_idle,
     schedule_of,
 )
-from fsdp_wrap._runtime.step import out_of_memory
+from fsdp_wrap._runtime.tree import out_of_memory
 from fsdp_wrap._runtime.unit import (
     ForwardCall,
     Unit,

@@ -33,6 +33,7 @@ class Arrivals:
         inputs_done: Whether there were such calls, and none waits any more.
         owes: Whether a reduction is due, even without gradients: other ranks may have some.
         needed_to_end: Whether the leaves may be needed until the tree's backward ends.
+        every: Whether the schedule acts after each gradient.
     """
 
     progress: Progress = Progress.UNREACHED
@@ -42,6 +43,7 @@ class Arrivals:
     inputs_done: bool = False
     owes: bool = False
     needed_to_end: bool = False
+    every: bool = False
     _weights: dict[int, int] = field(default_factory=dict)
     _total: int = 0
     _to_come: int = 0
@@ -54,9 +56,9 @@ class Arrivals:
         self._total = sum(self._weights.values())
         self._quarter = self._total * 3 // 4
 
-    def begin(self) -> None:
+    def begin(self, every: bool) -> None:
         """Prepares for a backward of the tree, which may not reach the unit."""
-        self.progress, self.open_calls = Progress.UNREACHED, 0
+        self.progress, self.open_calls, self.every = Progress.UNREACHED, 0, every
         self.needed_to_end = self.inputs_done = self.owes = False
         self.expect_all()
 
@@ -83,18 +85,12 @@ class Arrivals:
 
         return note
 
-    def go_on(self, every: bool, at_quarter: bool = True) -> bool:
-        """Sets when the schedule acts next; returns whether all have come.
-
-        Args:
-            every: Whether it acts at each gradient.
-            at_quarter: Whether it acts at a quarter of the bytes.
-        """
+    def go_on(self, at_quarter: bool = True) -> None:
+        """Sets when the schedule acts next; `at_quarter` tells whether at a quarter of the bytes."""
         self.progress = Progress.RUNNING
         self.quarter_came = self._to_come <= self._quarter
         later = (-1 if self.open_calls else 0) if self.quarter_came or not at_quarter else self._quarter
-        self._next_stop = self._to_come if every else later
-        return not self.missing
+        self._next_stop = self._to_come if self.every else later
 
     @property
     def reached(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_wrap._comm import Communicator, ShardMesh, make_communicator
@@ -49,13 +50,13 @@ from fsdp_wrap._params import (
 )
 from fsdp_wrap._runtime.materialize import Values, broadcast, materialize, refuse_together
 from fsdp_wrap._runtime.refusals import (
+    ParametrizationGuard,
     check_materializable,
     check_tensors,
     drop_gradients,
     refuse_earlier_optimizers,
     refuse_pieces,
 )
-from fsdp_wrap._runtime.step import guard_parametrizations
 from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
 
 
@@ -254,7 +255,7 @@ def assemble_unit(
         announce_sharded(part)
     for made, by_kind in zip(unit.over_all_meshes, kinds):
         _prepare_modules(made)
-        guard_parametrizations(made, modules)
+        _guard_parametrizations(made, modules)
         REGISTRY.note(made, [[slot.param for slot in segment] for segment in by_kind.values()])
         refuse_earlier_optimizers(made, [*by_kind.values()])
         refuse_pieces(made)
@@ -373,3 +374,10 @@ class InitialValues:
             lines = [" ".join(map(repr, row)) for row in values.tolist()] if known else [""] * len(values)
             result += lines
         return result
+
+
+def _guard_parametrizations(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Makes parametrizations refuse sharded parameters, whose shards do not fit each other."""
+    for module in modules:
+        if isinstance(module, ParametrizationList):
+            module.register_forward_pre_hook(ParametrizationGuard(unit))

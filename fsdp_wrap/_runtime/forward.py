@@ -73,7 +73,7 @@ def run_forward(
         if unit.casts is not NO_CASTS or own.device.type != "cpu":
             returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
         for schedule, call, nodes in calls:
-            args, kwargs = schedule.watch_inputs(call, nodes, (args, kwargs), replaced)
+            args, kwargs = _watched_inputs(schedule, call, nodes, (args, kwargs), replaced)
         for act in unit.plug_ins.sees:
             act(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
         for act in unit.plug_ins.runs:
@@ -86,8 +86,8 @@ def run_forward(
             if handle.layouts:
                 output, tensors = _without_parameters(handle, output)
                 schedule.post_forward(call, tensors, nodes)
-        if own.lasting and own.depth == len(calls):
-            output = _without_lasting(own, output)
+        if own.stays.waiting and own.depth == len(calls):
+            output = _end_outermost(own, output)
         return output
     except BaseException as error:
         own.fail_forward(error, len(calls))
@@ -134,6 +134,44 @@ def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
+def _watched_inputs(
+    schedule: Schedule, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced
+) -> Any:
+    """Replaces inputs that need gradients by views, whose hooks tell when the gradients are done.
+
+    Args:
+        schedule: The schedule of the unit.
+        call: The forward call.
+        nodes: List to which the views' nodes are added.
+        inputs: Positional and keyword inputs.
+        replaced: List to which the replaced tensors in containers are added.
+
+    Returns:
+        The inputs to compute with.
+    """
+    if not call.unit.handle.layouts or call.unit.tied_to is not None or not torch.is_grad_enabled():
+        return inputs
+    seen: dict[int, torch.Tensor] = {}
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad or tensor.layout != torch.strided:
+            return tensor
+        view = seen.get(id(tensor))
+        if view is None:  # one tensor stays one: modules test `query is key`
+            view = seen[id(tensor)] = tensor.view_as(tensor)
+            assert view.grad_fn is not None
+            view.grad_fn.register_prehook(partial(schedule.on_input_gradient, call))
+            nodes.append(view.grad_fn)
+        return view
+
+    args, kwargs = inputs
+    one = len(args) == 1 and isinstance(args[0], torch.Tensor)  # as most modules take
+    args = (watch(args[0]),) if one else map_tensors(watch, args, replaced)
+    inputs = args, kwargs and map_tensors(watch, kwargs, replaced)
+    call.watched = len(nodes)
+    return inputs
+
+
 def _shown_in_full(unit: Unit) -> bool:
     """Returns whether the user sees all full parameters of the unit and its companions."""
     handles = handles_of((*unit.companions, unit))
@@ -157,13 +195,13 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
     return output, list(iter_tensors(output))
 
 
-def _without_lasting(schedule: Schedule, output: Any) -> Any:
-    """Ends the lasting forward calls with the outermost forward; returns its output without parameters."""
+def _end_outermost(schedule: Schedule, output: Any) -> Any:
+    """Ends forward calls that wait for the outermost forward; returns its output without parameters."""
     if graph_task() != -1:
         return output
-    for unit in schedule.lasting:
+    for unit in schedule.stays.waiting:
         output, _ = _without_parameters(unit.handle, output)
-    schedule.end_lasting([*iter_tensors(output)])
+    schedule.end_outermost([*iter_tensors(output)])
     return output
 
 

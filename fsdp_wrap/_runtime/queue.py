@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from fsdp_wrap._core import BackwardPrefetch, Phase
-from fsdp_wrap._params import Where
+from fsdp_wrap._params import Until, Where
 from fsdp_wrap._runtime.order import ExecOrder
+from fsdp_wrap._runtime.stays import after_backward
 from fsdp_wrap._runtime.unit import StepState, Unit
 
 
@@ -87,18 +90,28 @@ class Queue:
         """Whether anything waits for room: reductions in flight, or a gather ahead."""
         return bool(self._reducing or self._prefetching_later)
 
+    def make_room_for(self, unit: Unit) -> None:
+        """Makes room before the gather of a unit that a backward has reached, if one gradient takes much."""
+        handle, options = unit.handle, unit.options
+        # With gradients in place, memory counts more than overlap with the first of them.
+        if (handle.bulky or (options.gradients_in_place and handle.sizeable)) and self.busy:
+            self.make_room(options.most_reducing - 1)
+
     def come_back(self, unit: Unit) -> None:
         """Prepares for the gather of a unit that a backward has reached."""
 
-    def came_back(self, unit: Unit, lends: bool) -> None:
-        """Gathers ahead, once the unit that a backward has reached is full.
+    def takes_in_place(self, unit: Unit) -> bool:
+        """Whether gradients may take the place of a unit's parameters now."""
+        options, handle, syncs = unit.options, unit.handle, self._step.syncs
+        reduced = syncs and options.syncs and not torch.is_grad_enabled()
+        needed = unit.running or unit.arrivals.needed_to_end or handle.where is not Where.FULL
+        return reduced and not needed and after_backward(unit, syncs, keeps_graph=False) is Until.NOW
 
-        Args:
-            unit: The unit.
-            lends: Whether its gradients will take the memory of its parameters.
-        """
+    def came_back(self, unit: Unit) -> None:
+        """Gathers ahead, once the unit that a backward has reached is full."""
         options, prefetches = unit.options, unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
         if prefetches:
+            lends = options.gradients_in_place and unit.handle.bulky and self.takes_in_place(unit)
             if unit.handle.trainable and (len(self._reducing) >= options.most_reducing or lends):
                 self._prefetching_later = unit  # until reductions in flight free their memory
             else:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -37,6 +38,21 @@ class Schedule(Step):
     def __init__(self, root: Unit) -> None:
         super().__init__(root)
         _alive.add(self)
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether a backward runs, and no forward inside it."""
+        return self._backward_open and not self.depth
+
+    @property
+    def _in_backward(self) -> bool:
+        """Whether a backward runs, in this thread or in another than the forward's."""
+        return graph_task() != -1 or (self._end() is not None and get_ident() != self._thread)
+
+    def end_failed_backward(self) -> None:
+        """Shows the sharded parameters again after a backward that raised."""
+        if self._backward_open and not self._in_backward:
+            self._abandon_backward()
 
     # for other ranks
 

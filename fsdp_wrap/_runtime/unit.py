@@ -6,7 +6,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +34,7 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
 from fsdp_wrap._params import EmptyHandle, Layout, ParamHandle, Segment, Until, Where
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
+from fsdp_wrap._runtime.own_gradients import watch_own_gradients
 
 Copies = Sequence[Sequence[torch.Tensor]]
 """Copies of leaves, by segment."""
@@ -137,11 +137,11 @@ class Unit:
         plug_ins: What is attached to it, to its steps and to all steps.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
         tied_to: The unit that has this one in its `tied`, if any.
+        ends_together: Whether its backward ends with those of units that are tied to it, or to which it is.
         companions: All units that run whenever it does: lenders and tied ones.
         follows: Whether it is a companion that leaves prefetches to the unit with which it runs.
         arrivals: Gradients that have come in the running backward.
         hooked: The handle's `hookings` when leaves were hooked last.
-        told_of_own_gradients: Whether the warning about gradients of sharded parameters themselves was given.
         all_train: Whether every leaf needs a gradient.
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
     """
@@ -178,6 +178,7 @@ class Unit:
         self.lenders = self.companions = lenders
         self.tied: Sequence[Unit] = ()
         self.tied_to: Unit | None = None
+        self.ends_together = False
         self.mesh_label, self.follows = mesh_label, bool(mesh_label)
         self.buffers = buffers or BufferCasts((), None)
         self.fqn = mesh_label
@@ -187,7 +188,7 @@ class Unit:
         self.schedule: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
         self._own_gradients: list[tuple[Node, Any]] = []
-        self.told_of_own_gradients, self.hooked = False, -1
+        self._told_of_own_gradients, self.hooked = False, -1
         self.all_train = not handle.layouts
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
@@ -243,9 +244,10 @@ class Unit:
     def tie(self, units: Sequence[Unit]) -> None:
         """Makes `units` run whenever this unit does; their own ties move here."""
         self.tied = tuple(dict.fromkeys((*self.tied, *units)))
-        self.companions = (*self.lenders, *self.tied)
+        self.companions, self.ends_together = (*self.lenders, *self.tied), bool(self.tied)
         for tied in units:
             tied.tied_to, tied.tied, tied.companions, tied.follows = self, (), tied.lenders, True
+            tied.ends_together = True
 
     @property
     def name(self) -> str:
@@ -386,9 +388,9 @@ class Unit:
         if self.handle.stays is Until.NOW:
             self.handle.stays = Until.NEXT
 
-    def keep(self) -> None:
+    def keep(self, until: Until) -> None:
         """Keeps the full parameters after a backward, and shows the sharded ones unless a forward runs."""
-        self.handle.stays = Until.NEXT
+        self.handle.stays = until
         if not self.running:
             self.handle.shown.show_sharded()
 
@@ -433,7 +435,23 @@ class Unit:
         self.all_train = len(trainable) == len(leaves)
         new = [leaf for leaf in trainable if leaf not in self._hooked]
         self._hooked = {*self._hooked.intersection(leaves), *new}
+        for _, watching in self._own_gradients:
+            watching.remove()
+        self._own_gradients = [*watch_own_gradients(self.segments, self.tell_of_own_gradient)]
         return new
+
+    def tell_of_own_gradient(self, param: str) -> None:
+        """Warns, the first time, that the gradient of a sharded parameter itself is not averaged."""
+        if self._told_of_own_gradients:
+            return
+        self._told_of_own_gradients = True
+        warn_caller(
+            f"a gradient reached the sharded parameter '{self.name_of(param)}' itself on rank "
+            f"{dist.get_rank()}, since a graph uses it outside of the forward of {self.name}. It is taken "
+            "as it is, not averaged: right for what all ranks compute alike, or each with its own elements "
+            "(a penalty), wrong for what depends on their batches. For that use full_tensor() of the "
+            "parameter itself (fully_shard), the module's forward, or one unit for all that uses it"
+        )
 
     def prepare_leaves(self) -> bool:
         """Lets the leaves take gradients outside of a forward; returns False before the first use."""
@@ -443,20 +461,7 @@ class Unit:
             self.schedule.hook_leaves(self)
         return True
 
-    @torch.inference_mode(False)
-    def watch_own_gradients(self) -> None:
-        """Hooks the sharded parameters, for graphs that lead to them and not to their leaves."""
-        this = weakref.ref(self)
-        for _, watching in self._own_gradients:
-            watching.remove()
-        self._own_gradients = []
-        for segment in self.segments:
-            sources = {source: index for index, source in enumerate(segment.layout.sources)}
-            for source, index in sources.items():
-                if source.requires_grad and source.numel():  # torch makes no view of an empty `DTensor`
-                    node = get_gradient_edge(source).node  # kept alive by `_own_gradients`
-                    watching = node.register_prehook(partial(_on_own_gradient, this, segment, index))
-                    self._own_gradients.append((node, watching))
+    # backward
 
     # backward
 
@@ -467,6 +472,18 @@ class Unit:
             return False
         leaves = (leaf for segment in self.segments for leaf in segment.leaves)
         return any(will_run([get_gradient_edge(leaf).node]) for leaf in leaves if id(leaf) in missing)
+
+    def has_gradients(self, syncs: bool) -> bool:
+        """Whether there are gradients to take, or earlier ones to sum over the replicas.
+
+        Args:
+            syncs: Whether gradients are reduced now.
+        """
+        handle = self.handle
+        if self.arrivals.owes or handle.holds_gradients:
+            return True
+        waits = handle.keeps_gradients and handle.keeps_partial and handle.reduction is None
+        return syncs and waits and not self.defers
 
     @property
     def reached(self) -> bool:
@@ -498,7 +515,10 @@ class ForwardCall:
         """Begins its backward in a graph task; `inputs` are the nodes of watched inputs."""
         self.task = task
         self._awaited = will_run(inputs) if len(inputs) > 1 else len(inputs)
-        self.unit.arrivals.open_calls += self.watched > 0
+        arrivals = self.unit.arrivals
+        arrivals.open_calls += self.watched > 0
+        if self.unit.ends_together:  # other ranks may have gradients
+            arrivals.owes = self.unit.handle.trainable
 
     def input_done(self) -> bool:
         """Notes that an input's gradient is done; returns whether it was the last that the unit awaited."""
@@ -509,34 +529,6 @@ class ForwardCall:
         arrivals.open_calls -= 1
         arrivals.inputs_done = arrivals.open_calls == 0
         return arrivals.inputs_done
-
-
-def _on_own_gradient(
-    reference: weakref.ref[Unit], segment: Segment, index: int, grads: tuple[torch.Tensor | None, ...]
-) -> tuple[None] | None:
-    """Handles a gradient that reaches a sharded parameter itself.
-
-    Where every rank has the whole parameter, the gradient goes to the leaf and is averaged. The gradient of a
-    shard is taken as it is, with a warning: whether ranks computed the same is unknown here.
-    """
-    unit, layout = reference(), segment.layout
-    if unit is None or grads[0] is None:
-        return None
-    if not layout.sharded and layout.sources[index] is not layout.flat_param:
-        segment.take_gradient(index, grads[0])
-        for hook in (segment.leaves[index]._post_accumulate_grad_hooks or {}).values():
-            hook(segment.leaves[index])
-        return (None,)
-    if not unit.told_of_own_gradients:
-        unit.told_of_own_gradients = True
-        warn_caller(
-            f"a gradient reached the sharded parameter '{unit.name_of(layout.fqns[index])}' itself on rank "
-            f"{dist.get_rank()}, since a graph uses it outside of the forward of {unit.name}. It is taken "
-            "as it is, not averaged: right for what all ranks compute alike, or each with its own elements "
-            "(a penalty), wrong for what depends on their batches. For that use full_tensor() of the "
-            "parameter itself (fully_shard), the module's forward, or one unit for all that uses it"
-        )
-    return None
 
 
 def refuse_lent(unit: Unit) -> NoReturn:

@@ -140,10 +140,10 @@ def _axes(mesh: DeviceMesh) -> dict[str, Any]:
 _COMPUTING = (
     Schedule.pre_forward,
     Schedule.post_forward,
-    Schedule.end_lasting,
+    Schedule.end_outermost,
     Schedule._pre_backward,
-    Schedule._on_input_gradient,
-    Schedule._unit_backward_over,
+    Schedule.on_input_gradient,
+    Schedule._end_what_is_over,
     Schedule._end_backward,
 )
 """The verbs of the runtime that compute with tensors: buffers have no types, and hooks compute nothing."""
