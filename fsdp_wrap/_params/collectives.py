@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -17,6 +18,8 @@ from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.gradients import BatchPlace
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 from fsdp_wrap._params.segment import Segment
+
+_FULL = attrgetter("full")
 
 ReduceScatter = Callable[[list[torch.Tensor], list[torch.Tensor]], Pending]
 """Fills shards, given first, from unsharded 1-D tensors, given second, which it may overwrite."""
@@ -215,7 +218,7 @@ class GatherShare:
 
     def wait(self) -> None:
         """Waits for the gather, and fills the unsharded buffers."""
-        gather, full = self._gather, [segment.full for segment in self.segments]
+        gather, full = self._gather, [*map(_FULL, self.segments)]
         if gather.pending is not None:
             gather.pending.wait()
             gather.pending = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ from fsdp_wrap._params.state import MOVES, Until, Where
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _WRITTEN = attrgetter("requires_grad"), methodcaller("written")
 
 
 def trains(layout: Layout) -> bool:
@@ -111,7 +111,7 @@ class ParamHandle:
         self._gathering: Pending = _NOTHING
         self._in_place = False  # whether the gather fills the unsharded buffers themselves
         self.post_forward_shards: PostForwardShards | None = None
-        self.written = [layout.written() for layout in layouts]
+        self.written = [*map(_WRITTEN, layouts)]
         self._changed = False  # whether the values are others than at the last `wait`
         self._steps_at_gather = 0  # of all optimizers
         self.reduction: InReduction | None = None
@@ -289,7 +289,7 @@ class ParamHandle:
 
     def look(self) -> bool:
         """Notices writes to the sharded parameters since the last look; returns whether there were any."""
-        written = [layout.written() for layout in self.layouts]
+        written = [*map(_WRITTEN, self.layouts)]
         changed = written != self.written
         if changed:
             self._change_values(written)
@@ -311,7 +311,7 @@ class ParamHandle:
         # Not all optimizers move version counters: a step counts as a change of what trains.
         if self._steps_at_gather != steps_taken() and any(map(trains, self.layouts)):
             return False
-        return self.written == [layout.written() for layout in self.layouts]
+        return self.written == [*map(_WRITTEN, self.layouts)]
 
     def wait(self) -> None:
         """Waits for the gather in flight: the leaves are usable afterwards."""

@@ -59,8 +59,9 @@ class Arrivals:
     def begin(self, every: bool) -> None:
         """Prepares for a backward of the tree, which may not reach the unit."""
         self.progress, self.open_calls, self.every = Progress.UNREACHED, 0, every
-        self.needed_to_end = self.inputs_done = self.owes = False
-        self.expect_all()
+        self.needed_to_end = self.inputs_done = self.owes = self.quarter_came = False
+        self.missing = self._weights.copy()
+        self._to_come = self._next_stop = self._total
 
     def expect_all(self) -> None:
         """Expects all gradients anew."""
