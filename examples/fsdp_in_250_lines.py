@@ -65,14 +65,14 @@ class Unit:
 
     # Step 4, unshard: the ranks gather all shards into the buffer. A shard is cast before it travels, so that
     # training in 16 bits sends 16 bits. `.data` hides the write from autograd, to which leaves never change.
-    def start_gather(self) -> None:
+    def gather(self) -> None:
         if self.is_sharded:
             self.full.untyped_storage().resize_(self.nbytes)
             self.sent = self.shard.detach().to(self.full.dtype)  # kept while it travels
             self.gathering = all_gather(self.full.data, self.sent, async_op=True)
 
     def unshard(self) -> None:
-        self.start_gather()  # unless it was prefetched
+        self.gather()  # unless it was prefetched
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -89,7 +89,7 @@ class Unit:
 
     # Step 8, reduce-scatter: gradients move from the leaves into one flat buffer, in the dtype in which they
     # are summed. Each rank gets the sum for its slice. Division comes first, so that fp16 does not overflow.
-    def start_reduce(self) -> None:
+    def reduce(self) -> None:
         flat = torch.zeros_like(self.full, dtype=self.reduce_dtype)
         for leaf, view in zip(self.leaves, self.views(flat)):
             if leaf.grad is not None:  # what was not used has a gradient of zeros
@@ -98,7 +98,7 @@ class Unit:
         mean = torch.empty_like(self.shard, dtype=self.reduce_dtype)
         self.reducing = reduce_scatter(mean, flat, async_op=True), mean, flat  # kept while it travels
 
-    def finish_reduce(self) -> None:
+    def finish_reduction(self) -> None:
         if self.reducing is not None:
             work, mean, _ = self.reducing
             work.wait()
@@ -166,7 +166,7 @@ class FSDP(nn.Module):
 
     def prefetch(self, unit: Unit, order: list[Unit]) -> None:
         for following in order[order.index(unit) + 1 :][:1] if unit in order else []:
-            following.start_gather()
+            following.gather()
 
     def after_forward(self, unit: Unit, output: torch.Tensor) -> None:
         unit.reshard()
@@ -190,7 +190,7 @@ class FSDP(nn.Module):
         """Reduces and reshards a unit whose gradients are all there: nothing needs its values any more."""
         self.finish_reductions()  # one at a time bounds the memory
         unit.arrived = 0
-        unit.start_reduce()
+        unit.reduce()
         unit.reshard()
 
     def end_backward(self) -> None:
@@ -202,7 +202,7 @@ class FSDP(nn.Module):
 
     def finish_reductions(self) -> None:
         for unit in self.units:
-            unit.finish_reduce()
+            unit.finish_reduction()
 
     # Step 9, optimizer: this rank's shards are updated, and have optimizer state. An elementwise
     # optimizer does to shards what it does to whole parameters.

@@ -43,6 +43,7 @@ from fsdp_wrap._runtime.schedule import (
 )
 from fsdp_wrap._runtime.tree import out_of_memory
 from fsdp_wrap._runtime.unit import (
+    Doing,
     ForwardCall,
     Unit,
     UnitOptions,

@@ -115,5 +115,6 @@ class Arrivals:
         return True
 
     def forget(self) -> None:
-        """Lets the schedule act after the next gradient, the first of another backward."""
-        self.missing = {}
+        """Ends the unit's backward, if one runs, though gradients may be missing."""
+        self.end()
+        self.missing = {}  # the schedule acts after the next gradient, the first of another backward

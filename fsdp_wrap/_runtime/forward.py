@@ -68,7 +68,7 @@ def run_forward(
         for runs in (*unit.companions, unit):
             schedule = runs.schedule or schedule_of(runs)
             assert isinstance(schedule, Schedule)
-            calls.append((schedule, schedule.pre_forward(runs, part), []))
+            calls.append((schedule, schedule.before_forward(runs, part), []))
         returned = None
         if unit.casts is not NO_CASTS or own.device.type != "cpu":
             returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
@@ -85,7 +85,7 @@ def run_forward(
             handle = call.unit.handle
             if handle.layouts:
                 output, tensors = _without_parameters(handle, output)
-                schedule.post_forward(call, tensors, nodes)
+                schedule.after_forward(call, tensors, nodes)
         if own.stays.waiting and own.depth == len(calls):
             output = _end_outermost(own, output)
         return output
@@ -160,7 +160,7 @@ def _watched_inputs(
         if view is None:  # one tensor stays one: modules test `query is key`
             view = seen[id(tensor)] = tensor.view_as(tensor)
             assert view.grad_fn is not None
-            view.grad_fn.register_prehook(partial(schedule.on_input_gradient, call))
+            view.grad_fn.register_prehook(partial(schedule.input_gradient_arrived, call))
             nodes.append(view.grad_fn)
         return view
 
@@ -216,7 +216,7 @@ def _run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Cal
         with outside_transforms():
             for unit in units:
                 schedule = schedule_of(unit)
-                undo.callback(_exit_transformed, schedule, schedule.pre_forward(unit, part))
+                undo.callback(_exit_transformed, schedule, schedule.before_forward(unit, part))
                 copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.segments]
                 shown.append((unit, copies))
                 undo.callback(unit.show_copies, unit.show_copies(copies))

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from fsdp_wrap._core import Phase
 from fsdp_wrap._params import Until
-from fsdp_wrap._runtime.unit import ForwardCall, Unit
+from fsdp_wrap._runtime.unit import Doing, ForwardCall, Unit
 
 
 class WaitingCall(NamedTuple):
@@ -46,7 +46,7 @@ class Stays:
         handle = unit.handle
         if handle.stays is Until.BACKWARD:
             self._read_by_earlier.add(unit)
-        until = before_forward(unit)
+        until = before_iteration(unit)
         if until is Until.NOW:
             unit.reshard(Phase.FORWARD)
         elif until is not handle.stays:
@@ -68,7 +68,7 @@ class Stays:
         """
         unit = call.unit
         partly = bool(unit.parts) and not unit.ran(call.part)
-        until = after_forward(call, with_grad, unit in self._root, partly)
+        until = after_call(call, with_grad, unit in self._root, partly)
         if until is Until.OUTERMOST:
             self.waiting[unit] = WaitingCall(call, inputs)
         else:
@@ -108,7 +108,7 @@ class Stays:
         self._read_by_earlier.clear()
 
 
-def before_forward(unit: Unit) -> Until:
+def before_iteration(unit: Unit) -> Until:
     """Returns how long full parameters stay that an earlier iteration has left, when a new one begins."""
     handle = unit.handle
     if handle.stays is Until.NEXT or not unit.options.reshards_after_backward:
@@ -122,7 +122,7 @@ def before_forward(unit: Unit) -> Until:
     return Until.NOW
 
 
-def after_forward(call: ForwardCall, with_grad: bool, is_root: bool, partly: bool) -> Until:
+def after_call(call: ForwardCall, with_grad: bool, is_root: bool, partly: bool) -> Until:
     """Returns how long the parameters stay after a forward call.
 
     Args:
@@ -159,7 +159,7 @@ def after_backward(unit: Unit, syncs: bool, keeps_graph: bool) -> Until:
         keeps_graph: Whether gradients have graphs (`create_graph`), whose own backward needs the parameters.
     """
     options = unit.options
-    if keeps_graph and (unit.reached or unit.handle.stays is Until.BACKWARD):
+    if keeps_graph and (unit.doing is Doing.BACKWARD or unit.handle.stays is Until.BACKWARD):
         return Until.FORWARD
     freed = options.reshards_after_backward and (options.reshard_after_forward or syncs)
     return Until.NOW if freed else Until.NEXT

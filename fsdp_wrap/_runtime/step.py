@@ -61,7 +61,7 @@ class Step(UnitTree):
 
     # forward
 
-    def pre_forward(self, unit: Unit, part: nn.Module | None = None) -> ForwardCall:
+    def before_forward(self, unit: Unit, part: nn.Module | None = None) -> ForwardCall:
         """Begins a forward call: unshards, and shows the modules the leaves; `exit_forward` must follow."""
         recompute = graph_task() != -1  # a forward inside a backward
         handle = unit.handle
@@ -139,12 +139,12 @@ class Step(UnitTree):
         for source in with_optimizers(sources, unit.name) if leaves else ():
             source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
         # Weak, since the leaf holds the hook and the unit the leaf: such a cycle is never collected.
-        act = partial(type(self)._on_leaf_gradient, weakref.ref(unit))
+        act = partial(type(self)._gradient_arrived, weakref.ref(unit))
         for leaf in leaves:
             hook = unit.arrivals.hook(leaf, act)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def post_forward(self, call: ForwardCall, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
+    def after_forward(self, call: ForwardCall, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
         """Hooks a unit's outputs for its backward, and reshards the unit if possible.
 
         Args:
@@ -176,9 +176,9 @@ class Step(UnitTree):
         for output in outputs:
             hooked = output if output._base is None else hooked_for(output, inputs)
             if hooked is output or call.unit.plug_ins.sees:
-                hook_gradient(output, partial(self._pre_backward, call, inputs, True))
+                hook_gradient(output, partial(self._before_backward, call, inputs, True))
             if hooked is not output:
-                hook_gradient(hooked, partial(self._pre_backward, call, inputs, False))
+                hook_gradient(hooked, partial(self._before_backward, call, inputs, False))
 
     def end_outermost(self, tensors: list[torch.Tensor]) -> None:
         """Ends, with the outermost forward, the forwards of units that have stayed full.
@@ -212,7 +212,7 @@ class Step(UnitTree):
 
     # backward
 
-    def _pre_backward(
+    def _before_backward(
         self, call: ForwardCall, inputs: list[Node], tells: bool, grad: torch.Tensor
     ) -> torch.Tensor | None:
         """Unshards when a gradient reaches a call's output; returns a view to watch it, if needed.
@@ -284,7 +284,7 @@ class Step(UnitTree):
                 handle.stay(Until.BACKWARD)
 
     @classmethod
-    def _on_leaf_gradient(cls, reference: weakref.ref[Unit], leaf: nn.Parameter) -> None:
+    def _gradient_arrived(cls, reference: weakref.ref[Unit], leaf: nn.Parameter) -> None:
         """Handles the gradient of a leaf: makes room, or ends the unit's backward after the last one."""
         unit = reference()
         if unit is None:
@@ -305,9 +305,9 @@ class Step(UnitTree):
         arrivals.go_on()
         if arrivals.quarter_came and self.queue.busy and not unit.ends_together:
             self.queue.make_room(unit.options.most_reducing - 1)
-        self._end_what_is_over(unit, last_input=False)
+        self._end_backward_of(unit, last_input=False)
 
-    def on_input_gradient(
+    def input_gradient_arrived(
         self, call: ForwardCall, grads: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor | None] | None:
         """Ends a unit's backward after its last watched input; returns a view of the gradient, if needed."""
@@ -317,12 +317,12 @@ class Step(UnitTree):
         if call.task == graph_task() and call.input_done():
             if unit.arrivals.missing and not unit.tied:
                 unit.arrivals.go_on()
-            self._end_what_is_over(unit, last_input=True)
+            self._end_backward_of(unit, last_input=True)
         return (
             (watched(self.unshard_again, call, grads[0]),) if torch.is_grad_enabled() else None
         )  # create_graph
 
-    def _end_what_is_over(self, unit: Unit, last_input: bool) -> None:
+    def _end_backward_of(self, unit: Unit, last_input: bool) -> None:
         """Ends the backward of a unit, and of those that end with it, as far as it is over."""
         over = ends(unit, last_input)
         if over is Done.NOTHING:

@@ -6,6 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -89,6 +90,20 @@ class UnitOptions:
             for targets in (self.forward_targets, self.backward_targets)
         )
         return replace(self, forward_targets=forward, backward_targets=backward)
+
+
+class Doing(Enum):
+    """What a unit does.
+
+    Attributes:
+        REST: Nothing runs that needs it.
+        FORWARD: A forward call of it runs.
+        BACKWARD: The tree's backward has reached it and not left it; forward calls inside recompute.
+    """
+
+    REST = "rest"
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 class StepState(ABC):
@@ -486,9 +501,11 @@ class Unit:
         return syncs and waits and not self.defers
 
     @property
-    def reached(self) -> bool:
-        """Whether the tree's running backward has reached the unit and not left it."""
-        return self.arrivals.progress is Progress.RUNNING
+    def doing(self) -> Doing:
+        """What the unit does now."""
+        if self.arrivals.progress is Progress.RUNNING:
+            return Doing.BACKWARD
+        return Doing.FORWARD if self.running else Doing.REST
 
 
 class ForwardCall:

@@ -138,12 +138,12 @@ def _axes(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 _COMPUTING = (
-    Schedule.pre_forward,
-    Schedule.post_forward,
+    Schedule.before_forward,
+    Schedule.after_forward,
     Schedule.end_outermost,
-    Schedule._pre_backward,
-    Schedule.on_input_gradient,
-    Schedule._end_what_is_over,
+    Schedule._before_backward,
+    Schedule.input_gradient_arrived,
+    Schedule._end_backward_of,
     Schedule._end_backward,
 )
 """The verbs of the runtime that compute with tensors: buffers have no types, and hooks compute nothing."""

@@ -22,13 +22,19 @@ from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import Segment, Where
-from fsdp_wrap._runtime import REGISTRY, Unit, schedule_of
+from fsdp_wrap._runtime import REGISTRY, Doing, Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
 from fsdp_wrap.fully_shard import fully_shard
 from fsdp_wrap.replicate import replicate
 
 __all__ = ["adapt_fully_shard", "fully_shard_names", "state_of"]
+
+_USES = {
+    Doing.REST: torchs.UseOfUnit.IDLE,
+    Doing.FORWARD: torchs.UseOfUnit.FORWARD,
+    Doing.BACKWARD: torchs.UseOfUnit.PRE_BACKWARD,
+}
 
 
 def state_of(module: nn.Module) -> UnitState | None:
@@ -194,9 +200,7 @@ class UnitGroup(_Proxy):
     @property
     def _training_state(self) -> Any:
         """The unit's current use; a program may assign what it is."""
-        if self.unit.reached and torchs.graph_task() != -1:
-            return torchs.UseOfUnit.PRE_BACKWARD
-        return torchs.UseOfUnit.FORWARD if self.unit.running else torchs.UseOfUnit.IDLE
+        return _USES[self.unit.doing]
 
     @_training_state.setter
     def _training_state(self, state: Any) -> None:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import ShardingStrategy
-from fsdp_wrap._core.torch_private import graph_task, torch_common_utils, torch_flat_param
+from fsdp_wrap._core.torch_private import torch_common_utils, torch_flat_param
 from fsdp_wrap._params import FlatLayout, FlatParameter, HiddenFlatParameter, Where
-from fsdp_wrap._runtime import Schedule, Unit, schedule_of
+from fsdp_wrap._runtime import Doing, Schedule, Unit, schedule_of
 from fsdp_wrap._state import is_summoned
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
@@ -253,15 +253,10 @@ class FlatHandle:
     )
 
 
-def _in_backward(unit: Unit) -> bool:
-    """Whether the backward that runs in this thread needs the unit."""
-    return graph_task() != -1 and unit.reached
-
-
 def _computes(unit: Unit) -> bool:
     """Whether a unit's forward or backward runs on its full parameters."""
     unsharded = bool(unit.layouts) and unit.handle.where is Where.FULL
-    return unsharded and (unit.running > 0 or _in_backward(unit))
+    return unsharded and unit.doing is not Doing.REST
 
 
 # wrappers
@@ -371,4 +366,4 @@ class _Wrapper(FullyShardedDataParallel):
         uses = torch_common_utils.TrainingState
         if is_summoned(self._unit):
             return uses.SUMMON_FULL_PARAMS
-        return uses.FORWARD_BACKWARD if self._unit.running or _in_backward(self._unit) else uses.IDLE
+        return uses.IDLE if self._unit.doing is Doing.REST else uses.FORWARD_BACKWARD

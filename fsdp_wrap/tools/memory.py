@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._core import Seam, format_bytes
 from fsdp_wrap._params import ParamHandle, Where
-from fsdp_wrap._runtime import Unit, out_of_memory, schedule_of
+from fsdp_wrap._runtime import Doing, Unit, out_of_memory, schedule_of
 from fsdp_wrap.tools.models import Models, named_units
 
 _HEADING = "The units of the model held then"
@@ -109,11 +109,11 @@ class _UnitMemory(NamedTuple):
 
 def _where(units: Sequence[Unit]) -> str:
     """Returns where the program is, such as "in the backward of unit '3'"."""
-    running = [unit for unit in units if unit.running]
+    running = [unit for unit in units if unit.doing is Doing.FORWARD]
     if running:  # the innermost has the longest name
         return f"in the forward of {max(running, key=lambda unit: len(unit.fqn)).name}"
     schedules = {schedule_of(unit) for unit in units if unit.schedule is not None}
     if not any(schedule.runs_backward for schedule in schedules):
         return "between forward and backward"
-    reached = [unit for unit in units if unit.reached]
+    reached = [unit for unit in units if unit.doing is Doing.BACKWARD]
     return f"in the backward of {reached[-1].name}" if reached else "in a backward"
