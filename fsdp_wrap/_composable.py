@@ -31,7 +31,7 @@ from fsdp_wrap._core import (
     with_our_fields,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, run_as_unit
-from fsdp_wrap._params import DataMesh, DTensorLayout, ExtensionLayout, Layout, is_extension
+from fsdp_wrap._params import DataMesh, DTensorParams, ExtensionParams, ShardedParams, is_extension
 from fsdp_wrap._runtime import (
     REGISTRY,
     UnitOptions,
@@ -100,7 +100,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
         return UnitSpec(
             mesh=over.ranks,
             device=device,
-            make_layout=_makes_layouts(over, locations, wanted),
+            make_params=_params_maker(over, locations, wanted),
             policy_of=policies.__getitem__,
             options=replace(options, reshards_within=wanted.kept_within and wanted.kept_within(over)),
             parts=() if owner is module else tuple(parts),
@@ -172,22 +172,22 @@ def check_mesh(mesh: Any, dims: Any) -> None:
 # the parts of a unit
 
 
-def _makes_layouts(
+def _params_maker(
     over: DataMesh, locations: Mapping[nn.Parameter, Location], wanted: Composition
-) -> Callable[[list[ParamSlot], Communicator, str], Layout]:
-    """Returns a function that makes the layout of a segment on one mesh."""
+) -> Callable[[list[ParamSlot], Communicator, str], ShardedParams]:
+    """Returns a function that makes the sharded parameters of a segment on one mesh."""
     offload = wanted.offload
     options: dict[str, Any] = {"mesh": over, "alignment": wanted.alignment}
     options["offload"] = offload is not None and offload.offload_params
     options["pin"] = offload is not None and offload.pin_memory
 
-    def make_layout(segment: list[ParamSlot], allocator: Communicator, name: str) -> Layout:
+    def make_params(segment: list[ParamSlot], allocator: Communicator, name: str) -> ShardedParams:
         if is_extension(segment[0].param):
-            return ExtensionLayout(segment, allocator, name=name, mp_policy=wanted.mp_policy, **options)
+            return ExtensionParams(segment, allocator, name=name, mp_policy=wanted.mp_policy, **options)
         dims = [locations[slot.param].dim for slot in segment]
-        return DTensorLayout(segment, allocator, dims=dims, name=name, **options)
+        return DTensorParams(segment, allocator, dims=dims, name=name, **options)
 
-    return make_layout
+    return make_params
 
 
 def _meshes(locations: Mapping[nn.Parameter, Location], data: DataMesh) -> list[DataMesh]:

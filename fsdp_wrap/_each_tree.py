@@ -20,7 +20,7 @@ class _EachTree(PlugIn):
             step.plug_ins.attach(check)
         if any(unit.options.full_in_eval for unit in units):
             step.plug_ins.attach(FullInEval())
-        if accelerator is not None and any(layout.offloaded for unit in units for layout in unit.layouts):
+        if accelerator is not None and any(sharded.offloaded for unit in units for sharded in unit.params):
             step.plug_ins.attach(Offloading(units, accelerator))
 
 

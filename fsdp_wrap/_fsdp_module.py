@@ -343,7 +343,7 @@ class FSDPModule(nn.Module):
     def __use_comms(self, **comms: Any) -> None:
         self.__schedule.require_idle("setting a custom collective")
         for unit in _unit_of(self).over_all_meshes:
-            if unit.layouts:
+            if unit.params:
                 use_comms(unit.handle, unit.name, **comms)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -494,7 +494,7 @@ class FSDPModule(nn.Module):
             if handle.where is Where.SHARDED and not handle.without_values:
                 handle.follow_replaced()
                 for segment in handle.segments:
-                    refuse_replaced(unit, segment.layout)
+                    refuse_replaced(unit, segment.params)
         earlier = len((args[0] if args else kwargs.get("destination")) or ())
         destination = super().state_dict(*args, **kwargs)
         make_copyable(destination, [*destination][earlier:])
@@ -628,7 +628,7 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
 
 def _shows_one_kind(handle: ParamHandle) -> bool:
     """Returns whether each segment's shown parameters have one dtype, and all or none are meta tensors."""
-    shown = ([param for param in layout.shown() if param is not None] for layout in handle.layouts)
+    shown = ([param for param in sharded.shown() if param is not None] for sharded in handle.params)
     return all(len({(param.dtype, param.is_meta) for param in params}) == 1 for params in shown)
 
 

@@ -33,7 +33,7 @@ def _follow_mode(unit: Unit) -> None:
     if handle.in_full == in_full:
         return
     unit.reshard(Phase.IDLE)
-    if unit.layouts and handle.where is not Where.SHARDED:
+    if unit.params and handle.where is not Where.SHARDED:
         return  # it is in the user's hands
     if handle.accumulates:
         raise RuntimeError(
@@ -48,6 +48,6 @@ def _computes_in_full(unit: Unit) -> bool:
     """Whether a forward that begins now leaves out the unit's mixed precision."""
     if (unit.module._modules.get(WRAPPED_ATTR) or unit.module).training:
         return False
-    if not unit.layouts:
+    if not unit.params:
         return not unit.options.casts.restores_outputs  # casts that restore outputs cast to full precision
     return unit.handle.mixes

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_wrap._comm import Accelerator, await_copies
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind
-from fsdp_wrap._params import EmptyHandle, Layout, ParamHandle, Where
+from fsdp_wrap._params import EmptyHandle, ParamHandle, ShardedParams, Where
 from fsdp_wrap._runtime import Unit
 
 
@@ -83,9 +83,9 @@ class Offloading(PlugIn):
         """
         before = self._arriving[-1] if self._arriving else None
         if before is not None:
-            for layout in before.layouts:
-                layout.release_arriving()
-            if any(layout.has_hooks for layout in before.layouts):
+            for sharded in before.params:
+                sharded.release_arriving()
+            if any(sharded.has_hooks for sharded in before.params):
                 add = before.handle.take_arriving()
                 if add is not None:
                     add()
@@ -95,18 +95,18 @@ class Offloading(PlugIn):
         """Waits for all copies, and adds all gradients to those of the sharded parameters."""
         self._recall()
         self._await_copies()
-        for layout in self._arriving_layouts():
-            layout.release_arriving()
-            layout.take_arriving()()
+        for sharded in self._arriving_params():
+            sharded.release_arriving()
+            sharded.take_arriving()()
 
     def dropped(self, step: Any) -> None:
         """Drops copies and gradients that a failed backward left."""
         self._recall()
-        for layout in self._arriving_layouts():
-            layout.release_arriving()
-            layout.take_arriving()
+        for sharded in self._arriving_params():
+            sharded.release_arriving()
+            sharded.take_arriving()
 
-    def _arriving_layouts(self) -> list[Layout]:
-        """Returns the layouts whose gradients are on their way; from now on none is."""
+    def _arriving_params(self) -> list[ShardedParams]:
+        """Returns the parameters whose gradients are on their way; from now on none is."""
         arriving, self._arriving = self._arriving, []
-        return [layout for unit in arriving for layout in unit.layouts]
+        return [sharded for unit in arriving for sharded in unit.params]

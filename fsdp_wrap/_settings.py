@@ -48,7 +48,7 @@ from fsdp_wrap._core import (
     with_our_fields,
 )
 from fsdp_wrap._full_in_eval import FULL_PRECISION_IN_EVAL
-from fsdp_wrap._params import FlatParameterLayout, Layout, PackedLayout, SliceLayout, is_packable
+from fsdp_wrap._params import JointParams, PackedParams, ShardedParams, SliceParams, is_packable
 from fsdp_wrap._runtime import UnitOptions, over_replicas
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -147,19 +147,21 @@ class Settings:
         """What is kept in host memory, by default nothing."""
         return with_our_fields(self.cpu_offload or CPUOffload(), CPUOffload)
 
-    def layouts(self, module: nn.Module, mesh: ShardMesh) -> Callable[..., Layout]:
-        """Returns a function that makes the layout of a segment."""
-        plain = SliceLayout if self.use_orig_params else FlatParameterLayout
+    def params_maker(self, module: nn.Module, mesh: ShardMesh) -> Callable[..., ShardedParams]:
+        """Returns a function that makes the sharded parameters of a segment."""
+        plain = SliceParams if self.use_orig_params else JointParams
         options: dict[str, Any] = {"module": module, "sharded": mesh.shard is not None}
         options["offload"] = self.offload.offload_params
         alignment = ShardAlignment.of(self.shard_alignment)
 
-        def make_layout(slots: Sequence[ParamSlot], communicator: Communicator, *, name: str) -> Layout:
+        def make_params(
+            slots: Sequence[ParamSlot], communicator: Communicator, *, name: str
+        ) -> ShardedParams:
             if is_packable(slots[0].param):  # frozen, and sharded as bytes
-                return PackedLayout(slots, communicator, name=name, **options)
+                return PackedParams(slots, communicator, name=name, **options)
             return plain(slots, communicator, name=name, **options, alignment=alignment)
 
-        return make_layout
+        return make_params
 
     def unit_options(self, module: nn.Module) -> UnitOptions:
         """Returns the options of the unit made of a module."""

@@ -257,7 +257,7 @@ def _aligned(slot: ParamSlot, location: Location, alignment: ShardAlignment) -> 
     shape, ranks = to_local(slot.param).shape, over.ranks.shard
     if ranks is None or not shape.numel():
         return location
-    grain, part = alignment.grain(shape), chunk_numel(slot, dim, ranks.size)
+    grain, part = alignment.grain(shape), chunk_numel(shape, dim, ranks.size)
     if dim == 0 and (part % grain == 0 or part >= shape.numel()):
         return location
     small = len(shape) == 1 or shape.numel() < grain * ranks.size

@@ -259,8 +259,8 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTR] = self._unit = unit
         unit.moves_to(self)
-        for layout in unit.layouts if self.cpu_offload.only_state else ():
-            offload_optimizer_state(layout.sharded_params)
+        for sharded in unit.params if self.cpu_offload.only_state else ():
+            offload_optimizer_state(sharded.sharded_params)
         self._state_dict_settings, self._load, self._load_errors = resolve_settings(), None, []
         self.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
@@ -296,7 +296,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
     def extra_repr(self) -> str:
         """Returns one line: the strategy, this rank's elements of each dtype, and batches."""
         handle = self._unit.handle
-        if not handle.layouts:
+        if not handle.params:
             return f"{self.sharding_strategy.name}, no parameters of its own"
         copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
         copies += " (state over replicas)" if handle.staged else ""
@@ -546,7 +546,7 @@ def _spec_of(settings: Settings, module: nn.Module, mesh: ShardMesh, device: tor
     return UnitSpec(
         mesh=mesh,
         device=device,
-        make_layout=settings.layouts(module, mesh),
+        make_params=settings.params_maker(module, mesh),
         policy_of=lambda _: policy,
         buffer_dtype=settings.policy.buffer_dtype,
         options=settings.unit_options(module),
@@ -595,7 +595,7 @@ def _wrap_below(
 def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Refuses a conversion that would move shards to another device, or change their dtype while in use."""
     for segment, after in converted(unit, fn, "move the module before wrapping it, or pass device_id"):
-        before = segment.layout.flat_param.dtype
+        before = segment.params.flat_param.dtype
         if after == before:
             continue
         schedule_of(unit).require_idle("a conversion to another dtype")

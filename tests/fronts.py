@@ -140,7 +140,7 @@ def assert_sharded(model: nn.Module) -> None:
     for unit in units_in(model).values():
         assert not unit.running, unit.fqn
         handle = unit.handle
-        assert not unit.layouts or handle.where.name == "SHARDED" or handle.stays.name == "EARLIER", unit.fqn
+        assert not unit.params or handle.where.name == "SHARDED" or handle.stays.name == "EARLIER", unit.fqn
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:

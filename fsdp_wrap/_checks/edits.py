@@ -79,7 +79,7 @@ def _forget_changed(unit: Unit) -> str | None:
 def _written_since(call: ForwardCall) -> str | None:
     """Returns the name of the first parameter that was visibly written to since a call's forward."""
     for segment, before in zip(call.unit.segments, call.written):
-        for fqn, old, now in zip(segment.layout.fqns, zip(*before), zip(*segment.layout.written())):
+        for fqn, old, now in zip(segment.layout.fqns, zip(*before), zip(*segment.params.written())):
             if old != now:
                 return call.unit.name_of(fqn)
     return None
@@ -100,8 +100,8 @@ def _refuse_edits(unit: Unit, segment: Segment) -> None:
 def _refuse_changes(unit: Unit, handle: ParamHandle) -> None:
     """Refuses replaced sharded parameters, hooks that cannot run, and edits of full ones after a forward."""
     for segment in handle.segments:
-        refuse_replaced(unit, segment.layout)
-        for fqn in segment.layout.display.hooked():
+        refuse_replaced(unit, segment.params)
+        for fqn in segment.params.display.hooked():
             raise ValueError(
                 f"on rank {dist.get_rank()}: register_hook on the sharded parameter "
                 f"'{unit.name_of(fqn)}' would never be called, since its gradient comes from a "

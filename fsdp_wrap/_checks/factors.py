@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import GroupPositions, accelerator_of
-from fsdp_wrap._params import Layout, ParamHandle
+from fsdp_wrap._params import Layout, ParamHandle, ShardedParams
 from fsdp_wrap._runtime import Unit
 
 _ELEMENTS, _FEWEST = 8, 4  # of a part that are looked at, and that must be there to tell a factor
@@ -44,9 +44,9 @@ class _Part:
     offset: int
     numel: int
 
-    def read(self, layout: Layout) -> torch.Tensor | None:
+    def read(self, sharded: ShardedParams) -> torch.Tensor | None:
         """Returns some elements of the part's gradient, if it has any."""
-        grad = layout.sources[self.index].grad
+        grad = sharded.sources[self.index].grad
         if grad is None or grad.ndim != 1:
             return None
         return grad[self.offset : self.offset + self.numel : max(1, self.numel // _ELEMENTS)]
@@ -56,7 +56,7 @@ class _Part:
 class _CutUnit:
     """A unit's parameters that are cut between this rank and the one before, and the one after.
 
-    It holds the unit alone: a unit lets go of its layouts with its module.
+    It holds the unit alone: a unit lets go of its parameters with its module.
     """
 
     number: int
@@ -65,9 +65,9 @@ class _CutUnit:
     parts: tuple[_Part | None, _Part | None]
 
     @property
-    def layout(self) -> Layout:
-        """The layout of the parameters."""
-        return self.handle.layouts[self.segment]
+    def sharded(self) -> ShardedParams:
+        """The segment's parameters."""
+        return self.handle.params[self.segment]
 
     @property
     def handle(self) -> ParamHandle:
@@ -82,8 +82,8 @@ class _CutUnit:
 
     def name_after(self, rank: int) -> str:
         """Returns the name of the parameter that is cut between a rank and the next one."""
-        index = _cut_at(self.layout, self.layout.shard_numel * (rank + 1))
-        return "" if index is None else self.unit.name_of(self.layout.fqns[index])
+        index = _cut_at(self.sharded.layout, self.sharded.layout.shard_numel * (rank + 1))
+        return "" if index is None else self.unit.name_of(self.sharded.layout.fqns[index])
 
 
 def _cut_at(layout: Layout, position: int) -> int | None:
@@ -96,18 +96,19 @@ def _cut_units(units: Iterable[Unit]) -> list[_CutUnit]:
     """Returns the units that tell of factors, those first in which most ranks share a parameter."""
     ranked: list[tuple[int, _CutUnit]] = []
     for unit in units:
-        for segment, layout in enumerate(unit.layouts):
+        for segment, sharded in enumerate(unit.params):
             handle = unit.handle
-            kinds = any(isinstance(source, DTensor) for source in layout.sources)
-            if handle.communicator.size < 2 or not layout.sharded or layout.extended or kinds:
+            kinds = any(isinstance(source, DTensor) for source in sharded.sources)
+            if handle.communicator.size < 2 or not sharded.layout.sharded or sharded.extended or kinds:
                 continue
             cuts = [
-                layout.shard_numel * rank for rank in range(1, min(handle.communicator.size, _COMPARED_RANKS))
+                sharded.layout.shard_numel * rank
+                for rank in range(1, min(handle.communicator.size, _COMPARED_RANKS))
             ]
-            shared = sum(_cut_at(layout, cut) is not None for cut in cuts)
+            shared = sum(_cut_at(sharded.layout, cut) is not None for cut in cuts)
             if shared:
-                rank, intervals = handle.communicator.rank, layout.intervals()
-                ends = (_cut_at(layout, layout.shard_numel * end) for end in (rank, rank + 1))
+                rank, intervals = handle.communicator.rank, sharded.intervals()
+                ends = (_cut_at(sharded.layout, sharded.layout.shard_numel * end) for end in (rank, rank + 1))
                 first, last = (
                     None
                     if index is None
@@ -144,7 +145,7 @@ class _Sample:
     @property
     def edited(self) -> bool:
         """Whether the gradient of a living model was written to or replaced."""
-        if not self.cut.unit.layouts:
+        if not self.cut.unit.params:
             return False
         grad = self.grad
         return grad is None or (grad.data_ptr(), grad._version) != self.place
@@ -175,12 +176,12 @@ class ScaledParts:
         count = len(self._cuts)
         for number in range(turn, turn + count):
             cut = self._cuts[number % count]
-            if not cut.unit.layouts:  # its module has gone since
+            if not cut.unit.params:  # its module has gone since
                 continue
             if not cut.groups:
                 return
             for part in cut.parts:
-                watched = None if part is None else cut.layout.sources[part.index]
+                watched = None if part is None else cut.sharded.sources[part.index]
                 if watched is not None and (grad := watched.grad) is not None:
                     elements = (
                         [self._elements_of(cut, piece) for piece in cut.parts] if turn < self._until else ()
@@ -190,7 +191,7 @@ class ScaledParts:
                     return
 
     def _elements_of(self, cut: _CutUnit, part: _Part | None) -> Sequence[float] | torch.Tensor | None:
-        read = None if part is None else part.read(cut.layout)
+        read = None if part is None else part.read(cut.sharded)
         return read if read is None else read.clone() if self._waits else _floats_of(read)
 
     @property
@@ -210,9 +211,9 @@ class ScaledParts:
         self._until = self._turn + _GOES_ON
         if sample is None or not sample.elements:
             return None
-        factors, dtype = [], sample.cut.layout.dtype
+        factors, dtype = [], sample.cut.sharded.dtype
         for part, before in zip(sample.cut.parts, sample.elements):
-            now = None if part is None or before is None else part.read(sample.cut.layout)
+            now = None if part is None or before is None else part.read(sample.cut.sharded)
             if now is None or before is None:
                 factors.append(math.nan)
             else:

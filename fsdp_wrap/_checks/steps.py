@@ -149,8 +149,8 @@ class StepChecks(PlugIn):
     @property
     def sharded_ids(self) -> Iterator[int]:
         """The ids of its sharded parameters."""
-        layouts = (layout for unit in self._units for layout in unit.layouts)
-        return (id(param) for layout in layouts for param in layout.sharded_params)
+        params = (sharded for unit in self._units for sharded in unit.params)
+        return (id(param) for sharded in params for param in sharded.sharded_params)
 
 
 _all: weakref.WeakSet[StepChecks] = weakref.WeakSet()

@@ -11,7 +11,7 @@ from fsdp_wrap._comm import (
     accelerator_of,
 )
 from fsdp_wrap._core import PlugIn, Precedence
-from fsdp_wrap._params import Layout
+from fsdp_wrap._params import ShardedParams
 from fsdp_wrap._runtime import Unit
 
 Hook = Callable[[torch.Tensor], None]
@@ -25,7 +25,7 @@ def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None, 
     if hook is not None and not callable(hook):
         raise TypeError(f"set_all_reduce_hook() of {unit.name} takes a function of one tensor, not {hook!r}")
     handle = unit.handle
-    if not unit.layouts:
+    if not unit.params:
         return
     if stream is not None and handle.replicas.size > 1:
         raise ValueError(
@@ -64,8 +64,8 @@ class ReductionHook(PlugIn):
     def averages_notes(self) -> bool:
         return self._notes
 
-    def averaged(self, layout: Layout, reduced: torch.Tensor) -> None:
-        self._hook(reduced if self._notes else reduced[: reduced.numel() - layout.noted_numel])
+    def averaged(self, sharded: ShardedParams, reduced: torch.Tensor) -> None:
+        self._hook(reduced if self._notes else reduced[: reduced.numel() - sharded.layout.noted_numel])
 
 
 def _on_stream(hook: Hook, stream: torch.Stream, accelerator: Accelerator) -> Hook:

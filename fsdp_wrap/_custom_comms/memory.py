@@ -16,7 +16,7 @@ from fsdp_wrap._runtime import Unit
 def allocate_by_group(unit: Unit, enable: bool) -> None:
     """Allocates a unit's communication buffers by its process group's allocator, if it has one, or not."""
     handle, method = unit.handle, "set_allocate_memory_from_process_group_for_comm()"
-    if not unit.layouts:
+    if not unit.params:
         return
     _refuse_other_memory(unit, handle, method)
     communicator = handle.communicator
@@ -35,7 +35,7 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
     handle, method = unit.handle, "set_symm_mem_for_comm()"
     if backend != "NCCL":
         raise ValueError(f"{method} knows no backend but 'NCCL', not {backend!r}")
-    if not unit.layouts:
+    if not unit.params:
         return
     _refuse_other_memory(unit, handle, method)
     communicator = handle.communicator

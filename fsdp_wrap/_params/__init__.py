@@ -1,16 +1,17 @@
 """Parameters in buffers, their gradients, and the communication of both.
 
-Lives here: layouts (flat parameters, slices, DTensors), their gradients, and the handle that
-unshards and reshards them.
+Lives here: layouts, sharded parameters (flat parameters, slices, DTensors), their gradients, and the
+handle that unshards and reshards them.
 May import: `_core`, `_comm`.
 Must never know: when that happens, and in which order units run.
 """
 
+from fsdp_wrap._params.chunks import Cut, chunk_numel
 from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, Reduction
-from fsdp_wrap._params.dtensor import Cut, DTensorLayout, chunk_numel
+from fsdp_wrap._params.dtensor import DTensorParams
 from fsdp_wrap._params.extensions import (
-    ExtensionLayout,
-    PackedLayout,
+    ExtensionParams,
+    PackedParams,
     check_extension,
     check_packable,
     inner_tensors,
@@ -19,12 +20,12 @@ from fsdp_wrap._params.extensions import (
     like_made_of_tensors,
 )
 from fsdp_wrap._params.flat import (
-    FlatLayout,
     FlatParameter,
-    FlatParameterLayout,
+    FlatParams,
     FlatPiece,
     HiddenFlatParameter,
-    SliceLayout,
+    JointParams,
+    SliceParams,
     held_params,
 )
 from fsdp_wrap._params.handle import EmptyHandle, ParamHandle, trains
@@ -36,7 +37,7 @@ from fsdp_wrap._params.interval_tensor import (
     boxes_of,
     by_rows,
 )
-from fsdp_wrap._params.layout import Interval, Layout, Written, memory_around
+from fsdp_wrap._params.layout import Layout
 from fsdp_wrap._params.parallel import (
     DataMesh,
     HeldBy,
@@ -49,6 +50,7 @@ from fsdp_wrap._params.parallel import (
     typed_part,
 )
 from fsdp_wrap._params.segment import Segment
+from fsdp_wrap._params.sharded_params import Interval, ShardedParams, Written, memory_around
 from fsdp_wrap._params.showing import Showing
 from fsdp_wrap._params.side_data import (
     SideData,

@@ -264,7 +264,8 @@ class BatchedGradients:
         self.of_segments: list[BatchPlace] = []
         for segment, span in zip(segments, self._ranges):
             layout, parts = segment.layout, self._parts[:, span]
-            self.of_segments.append((parts, layout.packer(parts) if layout.packs_rows else None))
+            rows = layout.packs_rows and segment.params.distributed is None  # else other sums may follow
+            self.of_segments.append((parts, layout.packer(parts) if rows else None))
         starts = [*(span.start for span in self._ranges[1:]), numel]
         gaps = [self._parts[:, span.stop : start] for span, start in zip(self._ranges, starts)]
         self._gaps = [gap for gap in gaps if gap.numel()]

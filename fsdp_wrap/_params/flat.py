@@ -1,16 +1,15 @@
-"""`FlatParameter` and the layouts that concatenate parameters and cut the result into even shards.
+"""`FlatParameter`, and parameters that are concatenated and cut into even shards.
 
-`FlatParameterLayout` shows optimizers a `FlatParameter`, `SliceLayout` the user's own Parameter objects.
+`JointParams` shows optimizers a `FlatParameter`, `SliceParams` the user's own Parameter objects.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
-from itertools import chain, compress
+from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, final
 
@@ -18,10 +17,10 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, ShardAlignment, ceil_div, round_up, show_extra
+from fsdp_wrap._core import ParamSlot, ShardAlignment, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
-from fsdp_wrap._params.layout import Extent, Interval, Layout, alignment_of
-from fsdp_wrap._params.parallel import to_local
+from fsdp_wrap._params.layout import Extent, FlatLayout, alignment_of
+from fsdp_wrap._params.sharded_params import Interval, ShardedParams, named_shapes
 
 
 class FlatParameter(nn.Parameter):
@@ -33,14 +32,14 @@ class FlatParameter(nn.Parameter):
         _fqns: Names of the original parameters within the unit, in order.
         _shapes: Their shapes.
         _numels: Their element counts.
-        of_layout: Reference to the layout that it is the shard of, if any; used by `compat/internals.py`.
+        of_params: Reference to the parameters that it is the shard of, if any; used by `compat/internals.py`.
         shard_alias: Another tensor of the same data, once it was asked for.
     """
 
     _fqns: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]
     _numels: tuple[int, ...]
-    of_layout: LayoutRef | None = None
+    of_params: ParamsRef | None = None
     shard_alias: torch.Tensor | None = None
     _fsdp_flattened = True  # marks sharded parameters for clients
     _is_flat_param = True  # marks flat parameters for torch
@@ -133,8 +132,8 @@ def held_params(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     return {param.flat if isinstance(param, FlatPiece) else param for param in params}
 
 
-class LayoutRef(weakref.ref["FlatLayout"]):
-    """A weak reference from a `FlatParameter` to its layout; pickled as None."""
+class ParamsRef(weakref.ref["FlatParams"]):
+    """A weak reference from a `FlatParameter` to the owner of its shard; pickled as None."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -146,22 +145,18 @@ class HiddenFlatParameter(FlatParameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient of the shard, with the slices' gradients as views; zeros for missing ones."""
-        layout = None if self.of_layout is None else self.of_layout()
-        return None if layout is None else layout.joint_gradient()
+        params = None if self.of_params is None else self.of_params()
+        return None if params is None else params.joint_gradient()
 
     @grad.setter
     def grad(self, grad: torch.Tensor | None) -> None:
-        layout = None if self.of_layout is None else self.of_layout()
-        if layout is not None:
-            layout.read_gradient(grad, [grad is not None] * len(layout.places))
+        params = None if self.of_params is None else self.of_params()
+        if params is not None:
+            params.read_gradient(grad, [grad is not None] * len(params.places))
 
 
-class FlatLayout(Layout):
+class FlatParams(ShardedParams):
     """Parameters of one dtype side by side in one buffer, cut into one even shard per rank.
-
-    The ranks note the used parameters in the reduction itself. A rank without a gradient contributes -0.0,
-    and a sum of zeros is -0.0 only if all summands are. So the first number of each rank's piece of a
-    parameter serves as the note: a rank that has used the parameter makes sure that it is not -0.0.
 
     Args:
         slots: The original parameters; their data are copied and then given up.
@@ -173,8 +168,10 @@ class FlatLayout(Layout):
         alignment: Positions in parameters at which shards may begin, at the cost of padding.
     """
 
+    layout: FlatLayout
     flat_param: FlatParameter
     _kind = FlatParameter
+    _joint = False  # whether the parameters have one gradient between them
 
     def __init__(
         self,
@@ -187,54 +184,24 @@ class FlatLayout(Layout):
         offload: bool,
         alignment: ShardAlignment | None = None,
     ) -> None:
-        super().__init__(name, slots, communicator, offload)
-        self.module, self.sharded, self.alignment = module, sharded, alignment
-        extents = self._extents_of(slots)
-        shard_numel = max(1, ceil_div(extents[-1].stop, communicator.size))
-        if alignment is not None:
-            grain = alignment.common_grain(
-                [extent.fqn for extent in extents], [extent.shape for extent in extents]
-            )
-            shard_numel = round_up(shard_numel, grain)
-        self.first = shard_numel * communicator.rank
-        self._bounds = [extent.within(self.first, shard_numel) for extent in extents]
-        self._lay_out(extents, shard_numel)
-        self._sizes, self._indices = _stretches(self._bounds, shard_numel)
-        self._begins = [  # the first elements of this rank's pieces, in their parameters
-            self.first + start - extent.start if stop > start else 0
-            for extent, (start, stop) in zip(extents, self._bounds)
-        ]
-        self._firsts = [_firsts_of_pieces(extent, shard_numel) for extent in extents]  # of all ranks
-        with torch.inference_mode(False):
-            firsts = [*chain.from_iterable(self._firsts)]
-            self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
-            self._zeros = self._all_firsts  # once gradients come, zeros of their dtype
+        options: dict[str, Any] = {"sharded": sharded, "alignment": alignment, "joint": self._joint}
+        layout = FlatLayout(self._shapes_of(slots), alignment_of(slots), communicator, **options)
+        super().__init__(name, layout, slots, communicator, offload)
+        self.module = module
         self._resides = not sharded and not self.offloaded
         self._take_over(slots)
 
-    def _extents_of(self, slots: Sequence[ParamSlot]) -> list[Extent]:
-        """Lays the original parameters out."""
-        result: list[Extent] = []
-        stop = 0
-        for slot in slots:
-            shape = to_local(slot.param).shape
-            grain = 1 if self.alignment is None else self.alignment.grain(shape)
-            start = round_up(stop, math.lcm(alignment_of(slots), grain))
-            result.append(Extent(slot.fqn, shape, start))
-            stop = result[-1].stop
-        return result
-
-    def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        piece, begin = self._pieces[index], self._begins[index]
-        return tensor.reshape(-1)[begin : begin + piece.numel()].view(piece.shape)
+    def _shapes_of(self, slots: Sequence[ParamSlot]) -> list[tuple[str, torch.Size]]:
+        """Returns names and shapes of the tensors that lie in the buffer."""
+        return named_shapes(slots)
 
     def _adopt(self, shard: torch.Tensor) -> None:
-        self.flat_param = self._kind(shard, False, self.extents)
-        self.flat_param.of_layout, self.flat_param.shard_alias = LayoutRef(self), None
+        self.flat_param = self._kind(shard, False, self.layout.extents)
+        self.flat_param.of_params, self.flat_param.shard_alias = ParamsRef(self), None
         self._lie_in(shard)
 
     def _lie_in(self, shard: torch.Tensor) -> None:
-        self._shard, self.dtype, self._pieces = shard, shard.dtype, self.pieces(shard)
+        self._shard, self.dtype, self._pieces = shard, shard.dtype, self.layout.pieces(shard)
         self.resident = shard.data if self._resides else None
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
@@ -246,63 +213,17 @@ class FlatLayout(Layout):
         beside = next((part for part in self._parts if part is not None), None)
         parts = [
             part if part is not None or beside is None else beside.replicated(extent.shape)
-            for part, extent in zip(self._parts, self.extents)
+            for part, extent in zip(self._parts, self.layout.extents)
         ]
         for extent, first, source, (start, stop), part in zip(
-            self.extents, self._begins, self.sources, self._bounds, parts
+            self.layout.extents, self.layout.begins, self.sources, self.layout.bounds, parts
         ):
             offset = start if source is self.flat_param else 0
             data, shape = self.flat_param.detach()[start:stop], extent.shape if part is None else part.shape
             result.append(Interval(extent.fqn, shape, first, data, source, offset, extent.start, part))
         return result
 
-    def held_by_rank(self) -> list[list[int]]:
-        firsts = range(0, self.numel, self.shard_numel)
-        bounds = ([extent.within(first, self.shard_numel) for first in firsts] for extent in self.extents)
-        return [[stop - start for start, stop in ranks] for ranks in bounds]
-
-    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
-        if not self.sharded:
-            return self.views(shard)
-        parts = torch.split_with_sizes(shard, self._sizes)
-        return [*map(parts.__getitem__, self._indices)]
-
     # gradients
-
-    def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
-        """Returns which original parameters are known to have a gradient, if these were used."""
-        return used
-
-    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
-        firsts, zeros = self._all_firsts, self._zeros
-        if zeros.dtype != notes.dtype:
-            zeros = self._zeros = notes.new_zeros(1).expand_as(firsts)  # one number
-        notes.index_add_(0, firsts, zeros)  # -0.0 + 0.0 is 0.0
-        if False in used:  # one by one: an index tensor for the device would make the host wait
-            unused = [not known for known in self._known_used(used)]
-            for first in chain.from_iterable(compress(self._firsts, unused)):
-                notes[first].fill_(-0.0)
-
-    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
-        for (start, stop), by_any in zip(self._bounds, self._known_used(used)):
-            if by_any and stop > start:
-                shard[start] += 0.0
-            else:
-                shard[start:stop] = -0.0
-
-    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], frozen: bool) -> Sequence[bool]:
-        result = [*self._known_used(used)]
-        firsts = {
-            index: start
-            for index, ((start, stop), known, source) in enumerate(zip(self._bounds, result, self.sources))
-            if (frozen or source.requires_grad) and not known and stop > start
-        }
-        if firsts:  # to look at numbers waits for the device
-            noted = torch.stack([shard[first] for first in firsts.values()]).tolist()
-            for index, number in zip(firsts, noted):
-                result[index] = number != 0 or math.copysign(1, number) > 0
-        return result
 
     def joint_gradient(self) -> torch.Tensor | None:
         """Returns the gradient shard with the sharded parameters' gradients as views; None without any.
@@ -323,8 +244,8 @@ class FlatLayout(Layout):
         """Moves to the memory of another shard, perhaps of another dtype."""
         if shard.shape != self._shard.shape:
             raise ValueError(
-                f"the data of the FlatParameter of '{self.fqns[0]}' and others were replaced by a tensor of "
-                f"shape {tuple(shard.shape)}; they must keep {tuple(self._shard.shape)}"
+                f"the data of the FlatParameter of '{self.layout.fqns[0]}' and others were replaced by a "
+                f"tensor of shape {tuple(shard.shape)}; they must keep {tuple(self._shard.shape)}"
             )
         self.flat_param.data = shard
         self._lie_in(shard)
@@ -340,8 +261,10 @@ class FlatLayout(Layout):
 
 
 @final
-class FlatParameterLayout(FlatLayout):
+class JointParams(FlatParams):
     """The optimizer sees the `FlatParameter` alone; under the original names stand plain slices of it."""
+
+    _joint = True
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)
@@ -350,9 +273,6 @@ class FlatParameterLayout(FlatLayout):
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         return [shard]
-
-    def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
-        return [any(used)] * len(used)  # there is one gradient for all
 
     def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
         return [any(used)]
@@ -375,7 +295,7 @@ class FlatParameterLayout(FlatLayout):
 
     def gradients(self) -> list[torch.Tensor | None]:
         grad = self.flat_param.grad
-        return [None] * len(self.sources) if grad is None else [*self.pieces(grad)]
+        return [None] * len(self.sources) if grad is None else [*self.layout.pieces(grad)]
 
     def _go_to(self, shard: torch.Tensor) -> None:
         super()._go_to(shard)
@@ -383,39 +303,10 @@ class FlatParameterLayout(FlatLayout):
         self.display.show_sharded()
 
 
-def _firsts_of_pieces(extent: Extent, length: int) -> list[int]:
-    """Returns the first elements of a parameter's pieces in even parts of this length."""
-    begin, end = extent.start, extent.stop
-    return [begin, *range(begin // length * length + length, end, length)] if end > begin else []
-
-
-def _stretches(bounds: Iterable[tuple[int, int]], length: int) -> tuple[list[int], list[int]]:
-    """Returns arguments for one `split_with_sizes` of a 1-D tensor into pieces and the gaps between them.
-
-    Args:
-        bounds: The (start, stop) of each piece, in order; equal ones for an empty piece.
-        length: Elements of the tensor.
-
-    Returns:
-        The sizes, and the index of each piece among them.
-    """
-    sizes: list[int] = []
-    indices: list[int] = []
-    end = 0
-    for start, stop in bounds:
-        if stop > start > end:
-            sizes.append(start - end)  # a gap
-        indices.append(len(sizes) if stop > start else -1)
-        if stop > start:
-            sizes.append(stop - start)
-            end = stop
-    return [*sizes, length - end, 0], indices  # the last is for all empty pieces
-
-
 _DATA_PTR, _NUMEL, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
 
 
-class SliceLayout(FlatLayout):
+class SliceParams(FlatParams):
     """The optimizer sees the user's own Parameter objects, each holding its slice of the shard.
 
     Their `.data` is a slice while sharded, and the full parameter while shown in full. So an optimizer that
@@ -423,14 +314,16 @@ class SliceLayout(FlatLayout):
     """
 
     _kind = HiddenFlatParameter
-    cut = FlatLayout.pieces
+
+    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        return self.layout.cut(shard)
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)
         self.sources = self.sharded_params = originals
-        self._filled = [stop > start for start, stop in self._bounds]
+        self._filled = [stop > start for start, stop in self.layout.bounds]
         self._updated = [
-            filled or not extent.shape.numel() for filled, extent in zip(self._filled, self.extents)
+            filled or not extent.shape.numel() for filled, extent in zip(self._filled, self.layout.extents)
         ]
         self._grads: list[torch.Tensor | None] | None = None  # while `sources` are shown in full
 
@@ -474,8 +367,8 @@ class SliceLayout(FlatLayout):
         if not present:
             return None
         around = self._shard_around(present)
-        joint = present[0][0].new_zeros(self.shard_numel) if around is None else around
-        for source, grad, piece in zip(self.sources, grads, self.pieces(joint)):
+        joint = present[0][0].new_zeros(self.layout.shard_numel) if around is None else around
+        for source, grad, piece in zip(self.sources, grads, self.layout.pieces(joint)):
             if grad is None:
                 piece.zero_()
             elif around is None:
@@ -486,13 +379,13 @@ class SliceLayout(FlatLayout):
 
     def _present(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
         """Returns the gradients of non-empty slices, each with its first element in the shard."""
-        pairs = zip(grads, self._bounds)
+        pairs = zip(grads, self.layout.bounds)
         return [(grad, start) for grad, (start, stop) in pairs if grad is not None and stop > start]
 
     def _shard_around(self, grads: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
         """Returns the shard that all given gradients are views of, each at its place; None without one."""
         shard = grads[0][0]._base if grads else None
-        if shard is None or shard.numel() != self.shard_numel:
+        if shard is None or shard.numel() != self.layout.shard_numel:
             return None
         begin, size = shard.data_ptr(), shard.element_size()
         return shard if all(grad.data_ptr() == begin + start * size for grad, start in grads) else None
@@ -515,12 +408,12 @@ class SliceLayout(FlatLayout):
 
     def _check_replaced(self) -> None:
         dtype = self.sources[0].dtype
-        for fqn, param, piece in zip(self.fqns, self.sources, self._pieces):
+        for fqn, param, piece in zip(self.layout.fqns, self.sources, self._pieces):
             if param.shape != piece.shape or param.dtype != dtype:
                 raise ValueError(
                     f"the data of the sharded parameter '{fqn}' were replaced by a tensor of shape "
                     f"{tuple(param.shape)} and dtype {param.dtype}; they must keep {tuple(piece.shape)}, and "
-                    f"the dtype of '{self.fqns[0]}', {dtype}"
+                    f"the dtype of '{self.layout.fqns[0]}', {dtype}"
                 )
 
 

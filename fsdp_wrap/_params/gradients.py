@@ -25,6 +25,7 @@ from fsdp_wrap._core import PlugIns, SegmentDtypes, ValueSeam
 from fsdp_wrap._core.torch_private import foreach_copy_
 from fsdp_wrap._params.layout import Layout
 from fsdp_wrap._params.parallel import PartialSums
+from fsdp_wrap._params.sharded_params import ShardedParams
 
 _GRAD, _LAYOUT, _STRIDED = attrgetter("grad"), attrgetter("layout"), {torch.strided}
 
@@ -59,16 +60,17 @@ class Gradients:
 
     def __init__(
         self,
-        layout: Layout,
+        params: ShardedParams,
         dtypes: SegmentDtypes,
         communicator: Communicator,
         contributors: float,
         leaves: Sequence[nn.Parameter],
         plug_ins: PlugIns,
     ) -> None:
-        self._layout, self._dtypes, self._leaves = layout, dtypes, leaves
+        layout = params.layout
+        self._params, self._layout, self._dtypes, self._leaves = params, layout, dtypes, leaves
         self._plug_ins = plug_ins
-        parts = layout.distributed
+        parts = params.distributed
         self._over_meshes = None if parts is None else PartialSums(parts, dtypes.reduce)
         sums = self._over_meshes is not None and self._over_meshes.expected
         widens = torch.promote_types(dtypes.param, dtypes.reduce) == dtypes.reduce
@@ -79,7 +81,7 @@ class Gradients:
         self._lie_in(self._own)
         self.collected = False
         self.used = [False] * len(leaves)
-        largest = max(tensor.numel() for tensor in layout.memory)
+        largest = max(tensor.numel() for tensor in params.memory)
         self.bulky, self.sizeable = 2 * largest >= layout.full_numel, 4 * largest >= layout.full_numel
         self.kept = False
         self.unreduced = False
@@ -87,7 +89,7 @@ class Gradients:
         self.partial: torch.Tensor | None = None
         self.average_over(contributors)
         if dtypes.grad != dtypes.master:
-            layout.take_gradients_in(dtypes.grad)
+            params.take_gradients_in(dtypes.grad)
 
     @property
     def waits(self) -> bool:
@@ -100,13 +102,13 @@ class Gradients:
         if self.waits_for_replicas:
             return True
         return self.kept and any(
-            filled and not zeroed for filled, zeroed in zip(self.used, self._layout.zeroed())
+            filled and not zeroed for filled, zeroed in zip(self.used, self._params.zeroed())
         )
 
     @property
     def waits_for_replicas(self) -> bool:
         """Whether a sum over this copy's ranks is kept that the user has not zeroed."""
-        return self.partial is not None and not self._layout.zeroed_partial()
+        return self.partial is not None and not self._params.zeroed_partial()
 
     def average_over(self, contributors: float) -> None:
         """Divides gradients by another number of ranks.
@@ -191,7 +193,7 @@ class Gradients:
             if grad is None:
                 continue
             leaves[index].grad = None
-            pieces = split(index, grad if grad.layout is torch.strided else grad.to_dense())
+            pieces = split(index, self._params.plain_gradient(grad))
             if filled[index]:
                 for target, piece in zip(parts[index], pieces):
                     target.add_(piece, alpha=self._scale)
@@ -225,7 +227,7 @@ class Gradients:
         if not packed:
             self._layout.note_used(views.notes, filled)
         for act in self._plug_ins.sends:
-            act(self._layout, views.tensor)
+            act(self._params, views.tensor)
         return views.tensor
 
     @property
@@ -256,26 +258,31 @@ class Gradients:
     def keep_partial(self, shard: torch.Tensor) -> None:
         """Keeps a sum over this copy's ranks only for the next reduction."""
         self.partial = shard
-        self._layout.mark_partial()
+        self._params.mark_partial()
         self.unreduced, self._waited = False, True
         self.drop()
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds reduced gradients to the sharded parameters', and empties the reduce buffer."""
-        layout, asks = self._layout, False in self.used
-        used = layout.used_by_any(shard, self.used, frozen=self._waited) if asks else self.used
+        params, asks = self._params, False in self.used
+        used = self._used_by_any(shard, self.used) if asks else self.used
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
         if self.factor is not None:
             reduced.mul_(self.factor)
         for act in self._plug_ins.averaged:
-            act(layout, reduced)
+            act(params, reduced)
         if asks and self._plug_ins.average_notes:
-            used = layout.used_by_any(reduced, used, frozen=self._waited)
+            used = self._used_by_any(reduced, used)
         for act in self._plug_ins.sees:
-            act(self._layout, ValueSeam.REDUCED, [reduced])
+            act(params, ValueSeam.REDUCED, [reduced])
         self.unreduced = self._waited = False
         self.drop()
-        (layout.send_to_host if layout.offloaded else layout.add_reduced)(reduced, used)
+        (params.send_to_host if params.offloaded else params.add_reduced)(reduced, used)
+
+    def _used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
+        """Returns for each leaf whether any rank has used it, by the notes in a reduced shard."""
+        asked = [self._waited or source.requires_grad for source in self._params.sources]
+        return self._layout.used_by_any(shard, used, asked)
 
     # gradients without a reduction
 
@@ -284,13 +291,13 @@ class Gradients:
         self.unreduced = self._waited = True
         if self.collected:
             self.kept = True
-            self._layout.mark_unsynced()
+            self._params.mark_unsynced()
 
     def forget_zeroed(self) -> None:
         """Drops accumulated gradients that the user has zeroed on the sharded parameters since."""
-        if self.partial is not None and self._layout.zeroed_partial():
+        if self.partial is not None and self._params.zeroed_partial():
             self.partial = None
-        for index, zeroed in enumerate(self._layout.zeroed()):
+        for index, zeroed in enumerate(self._params.zeroed()):
             self.used[index] = self.used[index] and not zeroed
 
     def drop(self) -> None:

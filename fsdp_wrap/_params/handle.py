@@ -42,9 +42,9 @@ from fsdp_wrap._params.collectives import (
     Transport,
 )
 from fsdp_wrap._params.extensions import ExtensionSegment
-from fsdp_wrap._params.layout import Layout, Written
 from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segment import Segment
+from fsdp_wrap._params.sharded_params import ShardedParams, Written
 from fsdp_wrap._params.showing import Showing, UnitDisplay
 from fsdp_wrap._params.state import MOVES, Until, Where
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
@@ -53,19 +53,19 @@ _NOTHING = Finished()
 _REQUIRES_GRAD, _WRITTEN = attrgetter("requires_grad"), methodcaller("written")
 
 
-def trains(layout: Layout) -> bool:
-    """Whether any of a layout's parameters needs a gradient now."""
-    return any(map(_REQUIRES_GRAD, layout.sources))
+def trains(sharded: ShardedParams) -> bool:
+    """Whether any of a segment's parameters needs a gradient now."""
+    return any(map(_REQUIRES_GRAD, sharded.sources))
 
 
 class ParamHandle:
     """Owner of one unit's memory and communication.
 
     Args:
-        layouts: One per segment.
+        params: Of each segment, this rank's shard and the sharded parameters.
         communicator: The ranks that hold one copy of the unit between them.
         replicas: The ranks that hold the same part of other copies.
-        policies: Dtypes of each layout.
+        policies: Dtypes of each segment.
         held_by: The ranks of `communicator`, as saved tensors refer to them.
 
     Attributes:
@@ -74,7 +74,7 @@ class ParamHandle:
         generation: Count of times that leaves were made anew; older graphs cannot run backward.
         hookings: Count of times that leaves or sharded parameters became others, without hooks.
         values: Count of times that the leaves got new values; a graph needs its forward's values.
-        written: The last versions of the sharded parameters, by segment; see `Layout.written`.
+        written: The last versions of the sharded parameters, by segment; see `ShardedParams.written`.
         transport: Gathers parameters and reduces gradients in training.
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
         keeps_gradients: Whether a backward has left gradients that are not summed over all ranks yet.
@@ -87,7 +87,7 @@ class ParamHandle:
 
     def __init__(
         self,
-        layouts: Sequence[Layout],
+        params: Sequence[ShardedParams],
         communicator: Communicator,
         replicas: Communicator,
         policies: Sequence[SegmentPolicy],
@@ -98,11 +98,11 @@ class ParamHandle:
         self.transport: Transport = communicator
         self._transport_of: Callable[[ParamHandle], Transport] = attrgetter("communicator")
         self._policies, self.keeps_storage = policies, False
-        self.layouts = layouts
-        self._trained = [*map(trains, layouts)]
+        self.params = params
+        self._trained = [*map(trains, params)]
         self.in_full = False
         self.contributors: float = communicator.size * replicas.size
-        self.segments = [*map(self._segment, layouts, self._dtypes(self.in_full))]
+        self.segments = [*map(self._segment, params, self._dtypes(self.in_full))]
         self._note_contents()
         self.where, self.stays = Where.SHARDED, Until.NOW
         self.shown = UnitDisplay(self.segments)
@@ -111,7 +111,7 @@ class ParamHandle:
         self._gathering: Pending = _NOTHING
         self._in_place = False  # whether the gather fills the unsharded buffers themselves
         self.post_forward_shards: PostForwardShards | None = None
-        self.written = [*map(_WRITTEN, layouts)]
+        self.written = [*map(_WRITTEN, params)]
         self._changed = False  # whether the values are others than at the last `wait`
         self._steps_at_gather = 0  # of all optimizers
         self.reduction: InReduction | None = None
@@ -120,9 +120,9 @@ class ParamHandle:
         self.has_own_reduction = False
         self._summing = replicas
 
-    def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
-        """Returns a handle of other layouts, otherwise like this one."""
-        handle = ParamHandle(layouts, self.communicator, self.replicas, self._policies, self.held_by)
+    def with_params(self, params: Sequence[ShardedParams]) -> ParamHandle:
+        """Returns a handle of other parameters, otherwise like this one."""
+        handle = ParamHandle(params, self.communicator, self.replicas, self._policies, self.held_by)
         handle.set_transport(self._transport_of)
         if not self.plug_ins.takes:  # else it is that of sums which a copy does not have
             handle.divide_gradients_by(self.contributors)
@@ -138,8 +138,8 @@ class ParamHandle:
         """Changes the transport of training, made for a handle; full parameters for users come as before."""
         if self.staged:
             raise RuntimeError(
-                f"state_over_replicas=True decides how '{self.layouts[0].fqns[0]}', and what is beside it in "
-                "its unit, is gathered and reduced: shard without it"
+                f"state_over_replicas=True decides how '{self.params[0].layout.fqns[0]}', and what is beside "
+                "it in its unit, is gathered and reduced: shard without it"
             )
         self.transport, self._transport_of = transport_of(self), transport_of
 
@@ -155,13 +155,13 @@ class ParamHandle:
 
     def _dtypes(self, in_full: bool) -> list[SegmentDtypes]:
         if in_full:
-            return [SegmentDtypes.full(layout.dtype) for layout in self.layouts]
-        masters = (layout.dtype for layout in self.layouts)
+            return [SegmentDtypes.full(sharded.dtype) for sharded in self.params]
+        masters = (sharded.dtype for sharded in self.params)
         return segment_dtypes([*zip(masters, self._policies, self._trained)])
 
-    def _segment(self, layout: Layout, dtypes: SegmentDtypes) -> Segment:
-        kind: Callable[..., Segment] = ExtensionSegment if layout.extended else Segment
-        segment = kind(layout, dtypes, self.communicator, self.contributors, self.plug_ins)
+    def _segment(self, sharded: ShardedParams, dtypes: SegmentDtypes) -> Segment:
+        kind: Callable[..., Segment] = ExtensionSegment if sharded.extended else Segment
+        segment = kind(sharded, dtypes, self.communicator, self.contributors, self.plug_ins)
         if self.keeps_storage:
             segment.keep_memory(True)
         return segment
@@ -170,7 +170,7 @@ class ParamHandle:
         self._extended = [segment for segment in self.segments if isinstance(segment, ExtensionSegment)]
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
         self.batch_nbytes = self.communicator.size * sum(segment.batched_nbytes for segment in self.segments)
-        self.without_values = [fqn for layout in self.layouts for fqn in layout.without_values]
+        self.without_values = [fqn for sharded in self.params for fqn in sharded.without_values]
         self.trainable = any(segment.trainable for segment in self.segments)
         trained = [segment.gradients for segment in self.segments if segment.trainable]
         self.bulky = any(gradients.bulky for gradients in trained)
@@ -191,8 +191,8 @@ class ParamHandle:
         """Names, within the unit, of parameters that were distributed before they were sharded."""
         return [
             fqn
-            for layout in self.layouts
-            for fqn, part in zip(layout.fqns, layout.distributed or ())
+            for sharded in self.params
+            for fqn, part in zip(sharded.layout.fqns, sharded.distributed or ())
             if part is not None
         ]
 
@@ -204,7 +204,7 @@ class ParamHandle:
     @property
     def shows_shards(self) -> bool:
         """Whether the modules show pieces of the original parameters."""
-        shards = any(layout.resident is None for layout in self.layouts)
+        shards = any(sharded.resident is None for sharded in self.params)
         others = self.where is Where.LENT and (self.shows_full or not self.summoned)
         return shards and self.shown.state is Showing.SHARDED and not others
 
@@ -285,11 +285,11 @@ class ParamHandle:
         """Whether the communicator alone gathers and reduces: batches with other units are possible."""
         if self.transport is not self.communicator or self.has_own_reduction or self.keeps_storage:
             return False
-        return not self._extended and not any(segment.layout.offloaded for segment in self.segments)
+        return not self._extended and not any(segment.params.offloaded for segment in self.segments)
 
     def look(self) -> bool:
         """Notices writes to the sharded parameters since the last look; returns whether there were any."""
-        written = [*map(_WRITTEN, self.layouts)]
+        written = [*map(_WRITTEN, self.params)]
         changed = written != self.written
         if changed:
             self._change_values(written)
@@ -309,9 +309,9 @@ class ParamHandle:
         if not unsharded or not self.shown.untouched:
             return False
         # Not all optimizers move version counters: a step counts as a change of what trains.
-        if self._steps_at_gather != steps_taken() and any(map(trains, self.layouts)):
+        if self._steps_at_gather != steps_taken() and any(map(trains, self.params)):
             return False
-        return self.written == [*map(_WRITTEN, self.layouts)]
+        return self.written == [*map(_WRITTEN, self.params)]
 
     def wait(self) -> None:
         """Waits for the gather in flight: the leaves are usable afterwards."""
@@ -373,8 +373,8 @@ class ParamHandle:
         for segment in self.segments:
             if segment.gradients.kept or segment.gradients.partial is not None:
                 segment.refuse_conversion()
-            if segment.layout.follow_replaced():
-                segment.layout.refuse_other_codes(segment.layout.dtype)
+            if segment.params.follow_replaced():
+                segment.params.refuse_other_codes(segment.params.dtype)
                 segment.follow_shard()
                 moved = True
         if moved:
@@ -405,14 +405,14 @@ class ParamHandle:
         self.hookings += 1
         for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes(self.in_full))):
             if anew or dtypes != segment.dtypes:
-                self.segments[index] = self._segment(segment.layout, dtypes)
+                self.segments[index] = self._segment(segment.params, dtypes)
                 self.generation += 1
         self._note_contents()
 
     @property
     def flat_param(self) -> nn.Parameter:
         """The shard that clients look at: of several, one that trains in the lowest precision."""
-        params = [layout.flat_param for layout in self.layouts]
+        params = [sharded.flat_param for sharded in self.params]
         return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
 
     def become_sharded(self) -> bool:
@@ -429,7 +429,7 @@ class ParamHandle:
         """Shows the full parameters, in master dtype, to the user; collective."""
         self.become_sharded()
         self._summoned = [
-            SummonedSegment(layout, self.communicator, self.replicas, how) for layout in self.layouts
+            SummonedSegment(sharded, self.communicator, self.replicas, how) for sharded in self.params
         ]
         assert (self.where, Where.LENT) in MOVES
         self.where = Where.LENT
@@ -447,8 +447,8 @@ class ParamHandle:
     def dismiss(self, writeback: bool = False) -> None:
         """Ends `summon` or `replace`; `writeback` writes noted edits to the shards, and is collective."""
         summoned, self._summoned = self._summoned, []
-        for layout in self.layouts:
-            layout.hide_full()
+        for sharded in self.params:
+            sharded.hide_full()
         assert self.where in (Where.LENT, Where.SHARDED)  # the latter where lending has failed
         self.where = Where.SHARDED
         for segment in summoned:
@@ -458,8 +458,8 @@ class ParamHandle:
 
     def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
         """Shows other parameters, given by segment, in a sharded unit's modules."""
-        for layout, shown in zip(self.layouts, params):
-            layout.show_full(shown, copies=True)
+        for sharded, shown in zip(self.params, params):
+            sharded.show_full(shown, copies=True)
         assert (self.where, Where.LENT) in MOVES
         self.where = Where.LENT
 
@@ -469,9 +469,9 @@ class ParamHandle:
         """Copies `requires_grad` from sharded parameters to leaves; returns whether any has changed."""
         changed = False
         for segment in self.segments:
-            wanted = [*map(_REQUIRES_GRAD, segment.layout.sources)]
+            wanted = [*map(_REQUIRES_GRAD, segment.params.sources)]
             if wanted != [*map(_REQUIRES_GRAD, segment.leaves)]:
-                segment.layout.refuse_training(wanted)
+                segment.params.refuse_training(wanted)
                 segment.train(wanted)
                 changed = True
         if changed:
@@ -554,7 +554,7 @@ class ParamHandle:
     @property
     def awaits_gradients(self) -> bool:
         """Whether reduced gradients are on their way to the host."""
-        return any(layout.awaits_gradients for layout in self.layouts)
+        return any(sharded.awaits_gradients for sharded in self.params)
 
     def take_arriving(self) -> Callable[[], None] | None:
         """Hands over the reduced gradients that are on their way to the host, if there are any.
@@ -565,7 +565,7 @@ class ParamHandle:
         accelerator = accelerator_of(self.communicator.device)
         if accelerator is None or not self.awaits_gradients:
             return None
-        return partial(_add_arrived, accelerator, [layout.take_arriving() for layout in self.layouts])
+        return partial(_add_arrived, accelerator, [sharded.take_arriving() for sharded in self.params])
 
     def collect_gradients(self) -> None:
         """Moves the leaves' gradients into the reduce buffers, to which more may be added."""
@@ -612,7 +612,7 @@ class EmptyHandle(ParamHandle):
         super().__init__((), alone, alone, (), HeldBy((), "cpu"))
         self.where = Where.FULL
 
-    def with_layouts(self, layouts: Sequence[Layout]) -> ParamHandle:
+    def with_params(self, params: Sequence[ShardedParams]) -> ParamHandle:
         """Returns another empty handle."""
         return EmptyHandle()
 

@@ -1,88 +1,27 @@
-"""`Layout`: the original parameters of one segment in 1-D buffers, and the sharded parameters."""
+"""`Layout`: where the parameters of one segment lie in buffers, and which part of them each rank holds."""
 
 from __future__ import annotations
 
 import functools
-import weakref
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy, deepcopy
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from itertools import chain, compress
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of, await_arrivals
-from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, ShardAlignment, run_gradient_hooks
-from fsdp_wrap._core.torch_private import DTensorSpec, foreach_copy_, foreach_zero_
-from fsdp_wrap._params.parallel import LocalPart, dtensor_of, to_local
-from fsdp_wrap._params.showing import SegmentDisplay
-from fsdp_wrap._params.side_data import SideData, side_data_of
-from fsdp_wrap._params.zero_marks import GradientMarks
-
-Written = tuple[list[int], list[int]]
-"""Version counters and addresses of tensors."""
-
-_VERSION, _DTYPE, _DATA_PTR = attrgetter("_version"), attrgetter("dtype"), torch.Tensor.data_ptr
+from fsdp_wrap._comm import Communicator
+from fsdp_wrap._core import ParamSlot, ShardAlignment, ceil_div, round_up
+from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 
 ALIGNMENT_BYTES = 16
 """Start of every parameter in a buffer: matrix kernels round differently on less aligned weights."""
 
 
-_SAMPLED = 64  # elements of a shard
-
-
 def alignment_of(slots: Sequence[ParamSlot]) -> int:
     """Returns the alignment of parameters in a buffer, in elements."""
     return max(1, ALIGNMENT_BYTES // slots[0].param.element_size())
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The contiguous piece of one flattened original parameter that a rank holds.
-
-    Attributes:
-        fqn: Name of the original parameter within its unit.
-        shape: Shape of the original parameter.
-        start: Index of the piece's first element in the flattened parameter, or in the flattened `part`.
-        data: The piece, 1-D, in master dtype; writing into it changes the sharded parameter.
-        source: The sharded parameter that holds it.
-        offset: Index of the piece's first element in the flattened `source`.
-        at: Index of the parameter's first element in a buffer that is cut evenly; 0 in one cut by itself.
-        part: The part of the parameter that is sharded, where tensor parallelism has distributed it.
-    """
-
-    fqn: str
-    shape: torch.Size
-    start: int
-    data: torch.Tensor
-    source: nn.Parameter
-    offset: int
-    at: int = 0
-    part: LocalPart | None = None
-
-    @property
-    def held_shape(self) -> torch.Size:
-        """Shape of the tensor that is sharded: the parameter or its `part`."""
-        return self.shape if self.part is None else self.part.held_shape
-
-    def own(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns the piece's elements, 1-D, of a tensor of the parameter's shape."""
-        held = full if self.part is None else self.part.cut(full)
-        return held.reshape(-1)[self.start : self.stop]
-
-    @property
-    def stop(self) -> int:
-        """Index after the piece's last element in the flattened parameter."""
-        return self.start + self.data.numel()
-
-    def within(self, like_source: torch.Tensor) -> torch.Tensor:
-        """Returns the piece's elements of a tensor of `source`'s shape, such as optimizer state."""
-        return like_source.reshape(-1).narrow(0, self.offset, self.data.numel())
 
 
 @dataclass(frozen=True)
@@ -103,191 +42,55 @@ class Extent:
         return start, max(start, min(self.stop - first, length))
 
 
-def memory_around(tensors: Sequence[torch.Tensor], starts: Sequence[int], numel: int) -> torch.Tensor | None:
-    """Returns the memory, 1-D, that all tensors are consecutive parts of; None if there is none.
-
-    Args:
-        tensors: At least one.
-        starts: The element of the memory at which each tensor must begin; the first at 0.
-        numel: Elements of the memory.
-    """
-    first = tensors[0]
-    begin, size = first.data_ptr(), first.element_size()
-    if [*map(_DATA_PTR, tensors)] != [begin + size * start for start in starts]:
-        return None
-    if {*map(_DTYPE, tensors)} != {first.dtype} or not all(map(torch.Tensor.is_contiguous, tensors)):
-        return None
-    if (first.storage_offset() + numel) * size > first.untyped_storage().nbytes():
-        return None  # neighbours by chance
-    return torch.as_strided(first.detach(), (numel,), (1,))
-
-
-PartOf = Callable[[str, torch.Tensor], LocalPart | None]
-
-
-def _attributes_of(slot: ParamSlot, part: LocalPart | None, side: SideData | None) -> dict[str, Any]:
-    """Returns the attributes that all tensors which stand for a parameter carry."""
-    if side is not None:
-        return side.attributes
-    return dict(vars(slot.param)) if part is None else part.attributes(slot.param)
-
-
-class Owner(Protocol):
-    """The unit that owns the parameters of a layout."""
-
-    def name_of(self, param: str) -> str:
-        """Returns a parameter's name relative to the root, from its name relative to the unit."""
-
-    def prepare_leaves(self) -> bool:
-        """Lets the leaves take gradients outside of a forward; returns False before the unit's first use."""
-
-
 class Layout(ABC):
-    """The parameters of one segment: their places in buffers and modules, and their gradients.
+    """The places of one segment's parameters in buffers, and how ranks cut them: geometry, without values.
 
-    The shards of all ranks, one after the other, are the gathered buffer. The leaves alias the unsharded
-    buffer. Both are one buffer where that is possible; else parameters are copied from one to the other.
+    The shards of all ranks, one after the other, are the gathered buffer. Full parameters are views of the
+    unsharded buffer. Both are one buffer where that is possible; else parameters are copied from one to the
+    other.
 
     Args:
-        name: Name of the segment within its unit.
-        slots: The original parameters.
-        communicator: Allocates the shard.
-        offload: Whether the shard lives in host memory.
-        pin: Whether that memory is pinned.
-        part_of: Returns the distributed part of a parameter, by name; None for one that is not distributed.
+        extents: Where the original parameters lie in the unsharded buffer.
+        shard_numel: Elements of a rank's shard.
+        communicator: Knows the rank.
+        sharded: Whether ranks have different parts.
+        alignment: Positions in parameters at which shards may begin.
 
     Attributes:
+        rank: This rank among those that hold one copy of the parameters.
+        ranks: Number of these.
+        fqns: Names of the original parameters within their unit.
         numel: Elements of the gathered buffer with its padding: `shard_numel` x ranks.
         full_numel: Elements of the unsharded buffer with its padding: a multiple of the ranks.
-        memory: The tensors that alias the unsharded buffer: the leaves, or their local parts.
-        distributed: The distributed part of each original parameter; None where none is distributed.
-        side_data: What each original parameter keeps beside its tensor; None for most.
+        in_place: Whether the gathered buffer is the unsharded one.
+        noted_numel: Elements at the end of each part that hold what `note_used` notes.
+        packs_rows: Whether `packer` takes ranks x elements that do not lie side by side.
     """
 
     extents: Sequence[Extent]
-    dtype: torch.dtype  # master dtype
-    flat_param: nn.Parameter  # its data are this rank's shard, whether or not the optimizer sees it
-    sources: Sequence[nn.Parameter]  # for each leaf, the sharded parameter that stands for it
-    sharded_params: Sequence[nn.Parameter]  # each once
-    display: SegmentDisplay
-    packs_rows = False  # whether `packer` takes ranks x elements that do not lie side by side
-    in_place = True  # whether the gathered buffer is the unsharded one
-    sharded = True  # whether ranks have different parts
-    alignment: ShardAlignment | None = None
-    reads = 0  # calls of `read_shard`, alike on all ranks
-    extended = False  # whether tensor subclasses give the tensors to gather, and make the leaves
-    noted_numel = 0  # elements at the end of each part that hold what `note_used` notes
-    resident: torch.Tensor | None = None  # the unsharded buffer, where it is the shard, always in memory
-    _grad_specs: Iterable[DTensorSpec | None] = repeat(None)  # of gradients that are `DTensor`s
-    _updated: Sequence[bool]  # the sharded parameters that get a gradient where all are used
-    _shard: torch.Tensor
-    _pieces: list[torch.Tensor]
+    in_place = True
+    noted_numel = 0
+    packs_rows = False
 
     def __init__(
         self,
-        name: str,
-        slots: Sequence[ParamSlot],
+        extents: Sequence[Extent],
+        shard_numel: int,
         communicator: Communicator,
-        offload: bool,
-        pin: bool = True,
-        part_of: PartOf = lambda _, param: LocalPart.of(param),
+        *,
+        sharded: bool,
+        alignment: ShardAlignment | None,
     ) -> None:
-        self.name = name
-        self._rank, self._ranks = communicator.rank, communicator.size
-        self.fqns = [slot.fqn for slot in slots]
-        self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
-        self.leaves: list[nn.Parameter] = []
-        self.memory: Sequence[torch.Tensor] = self.leaves
-        parts = [part_of(slot.fqn, slot.param) for slot in slots]
-        self.distributed = parts if any(parts) else None
-        self._owner: weakref.ref[Owner] | None = None
-        self._allocate = (
-            functools.partial(communicator.empty_on_host, pin=pin) if offload else communicator.empty
-        )
-        self._accelerator = accelerator_of(communicator.device)
-        self.offloaded = offload and self._accelerator is not None
-        self.side_data = [side_data_of(slot.fqn, slot.param) for slot in slots]
-        self._attributes = [*map(_attributes_of, slots, parts, self.side_data)]
-        self._marks = GradientMarks()
-        self._arriving: list[tuple[ToHost, Sequence[bool]]] = []
-
-    def _lay_out(self, extents: Sequence[Extent], shard_numel: int) -> None:
-        """Notes where the original parameters lie, and the elements of a rank's shard."""
-        self.extents = extents
-        self.shard_numel, self.numel = shard_numel, shard_numel * self._ranks
+        self.extents, self.fqns = extents, [extent.fqn for extent in extents]
+        self.rank, self.ranks = communicator.rank, communicator.size
+        self.shard_numel, self.numel = shard_numel, shard_numel * communicator.size
         self.full_numel = self.numel
-
-    def _take_over(self, slots: Sequence[ParamSlot]) -> None:
-        """Copies this rank's parts of the original parameters, and shows the sharded ones."""
-        originals = [slot.param for slot in slots]
-        self._adopt(self._new_shard(originals[0]))
-        for index, (param, piece) in enumerate(zip(originals, self._pieces)):
-            held = to_local(param)
-            piece.copy_(self._own_part(index, held.detach()))
-            held.data = piece  # a reference to the original does not keep its memory alive
-        if self.distributed is not None:  # a `DTensor` cannot hold a slice of its part
-            parts = zip(originals, self._pieces, self.distributed)
-            originals = [
-                param if part is None else nn.Parameter(piece, requires_grad=param.requires_grad)
-                for param, piece, part in parts
-            ]
-            for param, attributes in zip(originals, self._attributes):
-                param.__dict__.update(attributes)
-        self._stand_for(originals)
-        self._follow_places()
-        self.hide_full()
-
-    def _new_shard(self, like: torch.Tensor) -> torch.Tensor:
-        """Makes a shard of zeros in another tensor's dtype, or on the meta device where that is."""
-        if like.is_meta:
-            return torch.empty(self.shard_numel, dtype=like.dtype, device="meta")
-        return self._allocate(self.shard_numel, like.dtype).zero_()
-
-    @abstractmethod
-    def _own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a tensor of an original parameter's shape."""
-
-    @abstractmethod
-    def _adopt(self, shard: torch.Tensor) -> None:
-        """Sets `flat_param`, `dtype`, `_shard` and `_pieces` from a shard."""
-
-    @abstractmethod
-    def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
-        """Sets `sources` and `sharded_params`, from parameters that hold the pieces."""
-
-    # contents
-
-    @property
-    def without_values(self) -> Sequence[str]:
-        """Names of the parameters that are still on the meta device."""
-        return self.fqns if self._shard.is_meta else ()
-
-    def written(self) -> Written:
-        """Returns version counters and addresses of the sharded parameters, which writes change.
-
-        A write through an alias without a version counter, as `.data` is, changes none.
-        """
-        params = self.sharded_params
-        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
-
-    def sample(self) -> torch.Tensor:
-        """Views some elements of the shard, evenly apart, as bytes: NaN equals nothing."""
-        shard = self.flat_param.detach()
-        some = shard.view(-1)[:: max(1, shard.numel() // _SAMPLED)]
-        return some[..., None].view(torch.uint8)
+        self.sharded, self.alignment = sharded, alignment
 
     @property
     def padding_numel(self) -> int:
         """Elements of the gathered buffer that belong to no parameter."""
         return self.numel - sum(extent.shape.numel() for extent in self.extents)
-
-    @property
-    def _parts(self) -> Sequence[LocalPart | None]:
-        return self.distributed or [None] * len(self.extents)
-
-    @abstractmethod
-    def intervals(self) -> list[Interval]:
-        """Returns this rank's piece of each original parameter, perhaps an empty one."""
 
     @abstractmethod
     def held_by_rank(self) -> list[list[int]]:
@@ -299,17 +102,17 @@ class Layout(ABC):
 
     @abstractmethod
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts a tensor of the shard's size into a view for each sharded parameter, in its shape."""
+        """Cuts a tensor of the shard's size into a view for each original parameter, as a rank holds it."""
+
+    @abstractmethod
+    def own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a tensor of an original parameter's shape."""
 
     # buffers
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Returns a view of an unsharded buffer for each original parameter, in its shape."""
         return [buffer[extent.start : extent.stop].view(extent.shape) for extent in self.extents]
-
-    def as_originals(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns views of an unsharded buffer as modules had them: `DTensor`s where the originals were."""
-        return [view if part is None else part.shown(view) for view, part in zip(views, self._parts)]
 
     def parts(self, gathered: torch.Tensor) -> list[list[torch.Tensor]]:
         """Returns, for each original parameter, views of the boxes in which it lies in a gathered buffer."""
@@ -364,124 +167,6 @@ class Layout(ABC):
             target.copy_(source)
         return gathered
 
-    def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Makes the leaves: parameters that alias the unsharded buffer and need no gradient yet."""
-        # Each with a version counter of its own.
-        memory = [view.data for view in self.views(buffer)]
-        if self.distributed is None:
-            self.memory = self.leaves = [*map(self.parameter, range(len(memory)), memory)]
-        else:
-            self.leaves = [
-                nn.Parameter(tensor, requires_grad=False) if part is None else part.parameter(tensor)
-                for tensor, part in zip(memory, self.distributed)
-            ]
-            self.memory = [*map(to_local, self.leaves)]
-        for leaf, attributes in zip(self.leaves, self._attributes):
-            leaf.__dict__.update(attributes)
-        self._follow_places()
-        return self.leaves
-
-    def parameter(self, index: int, value: torch.Tensor, requires_grad: bool = False) -> nn.Parameter:
-        """Returns a parameter of the original's class with other values, such as its full ones."""
-        side = self.side_data[index]
-        return nn.Parameter(value, requires_grad) if side is None else side.parameter(value)
-
-    @property
-    def holds_codes(self) -> bool:
-        """Whether the parameters hold codes, whose numbers mean others; all do, or none."""
-        return any(side is not None for side in self.side_data)
-
-    def refuse_training(self, wanted: Sequence[bool]) -> None:
-        """Refuses gradients of codes; `wanted` says which parameters train."""
-        for fqn, side, trains in zip(self.fqns, self.side_data, wanted):
-            if side is not None and trains:
-                raise ValueError(
-                    f"parameter '{self.name_of(fqn)}' was made to require gradients (on rank "
-                    f"{dist.get_rank()}), and holds the codes of {side.describe()}, which have none: freeze "
-                    "it (requires_grad_(False)) and train adapters beside it"
-                )
-
-    def refuse_other_codes(self, dtype: torch.dtype) -> None:
-        """Refuses another dtype of a shard that holds codes, since a cast changes what they mean."""
-        for fqn, side in zip(self.fqns, self.side_data):
-            if side is not None and dtype != side.dtype:
-                raise ValueError(
-                    f"parameter '{self.name_of(fqn)}' cannot go from {side.dtype} to {dtype} (on rank "
-                    f"{dist.get_rank()}): it holds the codes of {side.describe()}. Convert the other "
-                    "parameters alone, or before sharding"
-                )
-
-    def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Moves leaves, given by number, to other views."""
-        for index, view in views:
-            self.memory[index].data = view
-
-    def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
-        """Returns the full values of an original parameter as users see them."""
-        return full
-
-    def taken_apart(self, index: int, value: Any) -> Any:
-        """Undoes `whole`, in memory of its own; a value that does not fit is returned as it is."""
-        return value
-
-    def wanted(self, index: int) -> str | None:
-        """Describes the full value of an original parameter, where shape and dtype do not."""
-        return None
-
-    def write_shard(self, out: torch.Tensor) -> None:
-        """Copies this rank's shard to its part of a gathered buffer, cast to that dtype."""
-        out.copy_(self._shard, non_blocking=True)
-
-    def from_host(self, dtype: torch.dtype) -> FromHost | None:
-        """Returns the copier of a shard in host memory to the device, in a dtype; None elsewhere."""
-        accelerator, shard = self._accelerator, self.flat_param.data
-        if accelerator is None or not self.offloaded or shard.is_meta or not accelerator.is_on_host(shard):
-            return None
-        return FromHost(accelerator, shard, dtype, self._allocate)
-
-    def read_shard(self, own: torch.Tensor) -> None:
-        """Copies this rank's part of an unsharded buffer back into the shard."""
-        self.reads += 1  # no version counter moves: the values may be the same
-        self._shard.data.copy_(own.data)
-
-    # module attributes
-
-    def show(self, params: Sequence[torch.Tensor]) -> None:
-        """Shows one tensor per original parameter in the modules."""
-        self.display.show_others(params)
-
-    def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
-        """Shows full parameters to the user, who may edit them in place.
-
-        Args:
-            params: One per original parameter.
-            copies: Whether they are the user's to keep. Otherwise sharded parameters that are the user's own
-                objects, and no `DTensor`s, take their data.
-        """
-        self.show(params)
-
-    def hide_full(self) -> None:
-        """Undoes `show_full`: the modules show the sharded parameters again."""
-        self.display.show_sharded()
-
-    def shown(self) -> list[nn.Parameter | None]:
-        """Returns the parameters that the modules show now, one per original parameter."""
-        return self.display.shown()
-
-    def add_place(self, index: int, place: Place) -> None:
-        """Lets one more place show an original parameter, which is sharded now."""
-        self.places[index].add(*place)
-        self._follow_places()
-        self.display.show_sharded()
-
-    def _stand_ins(self) -> Sequence[torch.Tensor]:
-        """Returns the tensors that modules show while sharded, for each original parameter."""
-        return self.sources
-
-    def _follow_places(self) -> None:
-        """Prepares the display anew, after places or tensors have changed."""
-        self.display = SegmentDisplay(self.fqns, self.places, self._stand_ins(), self.leaves)
-
     # notes on used parameters
 
     def notes(self, gathered: torch.Tensor) -> torch.Tensor:
@@ -502,197 +187,162 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], frozen: bool) -> Sequence[bool]:
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], asked: Sequence[bool]) -> Sequence[bool]:
         """Returns for each original parameter whether any rank has used it, all ranks alike.
 
         Args:
             shard: The reduced shard with the notes; neither divided nor cast since.
             used: For each original parameter, whether this rank has contributed to its gradient.
-            frozen: Whether a parameter that is frozen now may have been used.
+            asked: For each original parameter, whether another rank may have, all ranks alike.
         """
 
-    # gradients
 
-    def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
-        """Adds a reduced gradient shard to the sharded parameters' gradients.
+class FlatLayout(Layout):
+    """Parameters side by side in one buffer, which is cut into one even shard per rank.
 
-        Args:
-            reduced: The shard, 1-D, in the gradients' dtype.
-            used: For each original parameter, whether any rank contributed to its gradient. Without a
-                contribution it gets none, so that optimizers pass over it as they do on a plain module.
-        """
-        if self._marks:
-            self._marks.take_away()
-        if self._accelerator is not None:
-            reduced = self._accelerator.beside(reduced, self._shard)
-        pieces, used = self.cut(reduced), self._having_gradients(used) if False in used else self._updated
-        for param, piece, spec, by_any in zip(self.sharded_params, pieces, self._grad_specs, used):
-            if by_any:
-                if param.grad is None:
-                    param.grad = piece if spec is None else dtensor_of(piece, spec)
-                else:
-                    to_local(param.grad).add_(piece)
-        if any(map(HOOKS_OF, self.sharded_params)):
-            run_gradient_hooks(self.sharded_params, used)
+    The ranks note the used parameters in the reduction itself. A rank without a gradient contributes -0.0,
+    and a sum of zeros is -0.0 only if all summands are. So the first number of each rank's piece of a
+    parameter serves as the note: a rank that has used the parameter makes sure that it is not -0.0.
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether sharded parameters have hooks of users on their gradients."""
-        return any(map(HOOKS_OF, self.sharded_params))
+    Args:
+        shapes: Names and shapes of the original parameters.
+        start_at: Number of elements at multiples of which parameters begin.
+        communicator: Knows the rank.
+        sharded: Whether the buffer is cut; otherwise every rank's shard is the whole.
+        alignment: Positions in parameters at which shards may begin, at the cost of padding.
+        joint: Whether the parameters have one gradient between them: what uses one uses all.
 
-    def send_to_host(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
-        """Begins to copy a reduced shard to the host, for `add_arrived`."""
-        accelerator = self._accelerator
-        if accelerator is not None and accelerator.is_on_host(self._shard):
-            self._arriving.append((ToHost(accelerator, reduced, self._allocate), used))
-        else:  # a user has moved the shard
-            self.add_reduced(reduced, used)
+    Attributes:
+        first: Index of this rank's first element.
+        bounds: For each original parameter, the (start, stop) of this rank's piece in its shard.
+        begins: The first elements of these pieces, in their parameters.
+    """
 
-    def release_arriving(self) -> None:
-        """Frees the device's memory of gradients that are on their way to the host."""
-        for arriving, _ in self._arriving:
-            arriving.release()
-
-    @property
-    def awaits_gradients(self) -> bool:
-        """Whether gradients are on their way to the host."""
-        return bool(self._arriving)
-
-    def take_arriving(self) -> Callable[[], None]:
-        """Hands over the gradients on their way to the host; returns what adds them, once they have come."""
-        arriving, self._arriving = self._arriving, []
-        return functools.partial(self._add_arrived, arriving)
-
-    def _add_arrived(self, arrived: Sequence[tuple[ToHost, Sequence[bool]]]) -> None:
-        for to_host, used in arrived:
-            self.add_reduced(to_host.values, used)
-
-    def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
-        """Returns which sharded parameters have gradients if these original ones have."""
-        return used
-
-    def take_gradients_in(self, dtype: torch.dtype) -> None:
-        """Sets the dtype of the sharded parameters' gradients, other than their own."""
-        for param in self.sharded_params:
-            param.grad_dtype = None
-
-    def mark_unsynced(self) -> None:
-        """Marks the sharded parameters' gradients, for `zeroed`."""
-        if self._arriving and self._accelerator is not None:  # to add them later would take the marks away
-            await_arrivals(self._accelerator)
-            self.take_arriving()()
-        self._marks.put(self.sharded_params)
-
-    def zeroed(self) -> list[bool]:
-        """Returns for each leaf whether its gradient was zeroed since `mark_unsynced`."""
-        return self._marks.zeroed(self.sources, self.fqns)
-
-    def mark_partial(self) -> None:
-        """Marks the gradient of the smallest parameter, for `zeroed_partial`.
-
-        A missing gradient gets zeros: a mark for each would take as much memory as the sums that are kept.
-        """
-        self._marks.put(param for param, _ in self._smallest_trained())
-
-    def zeroed_partial(self) -> bool:
-        """Whether the gradient that `mark_partial` has marked was zeroed since."""
-        smallest = self._smallest_trained()
-        return any(self._marks.zeroed([param for param, _ in smallest], [fqn for _, fqn in smallest]))
-
-    def _smallest_trained(self) -> Sequence[tuple[nn.Parameter, str]]:
-        """Returns the smallest trained parameter and its name, if there is one."""
-        params = zip(self.sources, self.fqns, self.extents)  # sizes of slices differ between ranks
-        trained = [(extent.shape.numel(), param, fqn) for param, fqn, extent in params if param.requires_grad]
-        return [min(trained, key=itemgetter(0))[1:]] if trained else []
-
-    def write_gradient(self, out: torch.Tensor) -> None:
-        """Copies this rank's shard of the gradient to `out`, with zeros where there is none."""
-        out.zero_()
-        for param, piece in zip(self.sharded_params, self.cut(out)):
-            if param.grad is not None:
-                piece.copy_(to_local(param.grad))
-
-    def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
-        """Replaces the sharded parameters' gradients.
-
-        Args:
-            own: This rank's part of the unsharded gradient; None where no parameter has one.
-            present: For each original parameter, whether it has one. Gradients that would not change are
-                left untouched, so that `zeroed` does not take a write for the user's.
-        """
-        pieces = [None] * len(self.sharded_params) if own is None else self.cut(own)
-        for param, piece, wanted in zip(self.sharded_params, pieces, self._having_gradients(present)):
-            if piece is None or not wanted:
-                param.grad = None
-                continue
-            if param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=param.grad_dtype or piece.dtype)
-            held = to_local(param.grad)
-            if not torch.equal(held, piece.to(held)):
-                held.copy_(piece)
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Returns this rank's piece of each original parameter's gradient; None without a gradient."""
-        return [None if param.grad is None else to_local(param.grad) for param in self.sources]
-
-    # changes by users, and copies
-
-    @abstractmethod
-    def follow_replaced(self) -> bool:
-        """Takes over data that the user has put into sharded parameters (`param.data = ...`).
-
-        Another dtype, if all have it, becomes the master dtype. Another shape, or several dtypes, raise
-        ValueError.
-
-        Returns:
-            Whether the shard has moved.
-        """
-
-    def belong_to(self, owner: Owner) -> None:
-        """Sets the unit that owns the parameters; the layout does not keep it alive."""
-        self._owner = weakref.ref(owner)
-
-    @property
-    def owner(self) -> Owner | None:
-        """The unit that owns the parameters; None before there is one, and when it has gone."""
-        return None if self._owner is None else self._owner()
-
-    def name_of(self, fqn: str) -> str:
-        """Returns a parameter's name relative to the root, from its name relative to the unit."""
-        owner = self.owner
-        return fqn if owner is None else owner.name_of(fqn)
-
-    def copied(self, memo: dict[int, Any]) -> Layout:
-        """Returns a layout for the same modules with copies of the sharded parameters.
-
-        `memo` of `copy.deepcopy` then leads from the old sharded parameters to the new ones.
-        """
-        new = copy(self)
-        new._marks, new._arriving, new._owner = GradientMarks(), [], None
-        new.side_data = deepcopy(self.side_data, memo)
-        new._attributes = [
-            attributes if side is None else side.attributes
-            for attributes, side in zip(self._attributes, new.side_data)
+    def __init__(
+        self,
+        shapes: Sequence[tuple[str, torch.Size]],
+        start_at: int,
+        communicator: Communicator,
+        *,
+        sharded: bool,
+        alignment: ShardAlignment | None,
+        joint: bool,
+    ) -> None:
+        extents = _side_by_side(shapes, start_at, alignment)
+        shard_numel = max(1, ceil_div(extents[-1].stop, communicator.size))
+        if alignment is not None:
+            grain = alignment.common_grain(
+                [extent.fqn for extent in extents], [extent.shape for extent in extents]
+            )
+            shard_numel = round_up(shard_numel, grain)
+        super().__init__(extents, shard_numel, communicator, sharded=sharded, alignment=alignment)
+        self._joint = joint
+        self.first = shard_numel * self.rank
+        self.bounds = [extent.within(self.first, shard_numel) for extent in extents]
+        self._sizes, self._indices = _stretches(self.bounds, shard_numel)
+        self.begins = [
+            self.first + start - extent.start if stop > start else 0
+            for extent, (start, stop) in zip(extents, self.bounds)
         ]
-        new._adopt_copies()
-        trains = (source.requires_grad for source in self.sources)
-        new._stand_for([*map(new.parameter, range(len(self.sources)), new._pieces, trains)])
-        for old, own in zip(self._own_tensors(), new._own_tensors()):
-            own.__dict__.update(old.__dict__ | own.__dict__)
-            memo[id(old)] = own
-        memo.update((id(leaf), leaf) for leaf in self.leaves)  # the new modules get leaves anew
-        return new
+        self._firsts = [_firsts_of_pieces(extent, shard_numel) for extent in extents]  # of all ranks
+        with torch.inference_mode(False):
+            firsts = [*chain.from_iterable(self._firsts)]
+            self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
+            self._zeros = self._all_firsts  # once gradients come, zeros of their dtype
 
-    def _adopt_copies(self) -> None:
-        """Replaces the shard by a copy."""
-        self._adopt(self._new_shard(self._shard).copy_(self.flat_param.data))
+    def held_by_rank(self) -> list[list[int]]:
+        firsts = range(0, self.numel, self.shard_numel)
+        bounds = ([extent.within(first, self.shard_numel) for first in firsts] for extent in self.extents)
+        return [[stop - start for start, stop in ranks] for ranks in bounds]
 
-    def _own_tensors(self) -> Sequence[torch.Tensor]:
-        """Returns the tensors that stand for the shard and its parts."""
-        return [self.flat_param, *self.sources, *self._stand_ins()]
+    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
+        if not self.sharded:
+            return self.views(shard)
+        parts = torch.split_with_sizes(shard, self._sizes)
+        return [*map(parts.__getitem__, self._indices)]
 
-    def follow_modules(self, memo: dict[int, Any]) -> None:
-        """Moves to the copies of its modules, and shows the sharded parameters there."""
-        self.places = deepcopy(self.places, memo)
-        self._follow_places()
-        self.hide_full()
+    cut = pieces
+
+    def own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        begin, (start, stop) = self.begins[index], self.bounds[index]
+        own = tensor.reshape(-1)[begin : begin + stop - start]
+        return own if self.sharded else own.view(self.extents[index].shape)
+
+    # notes on used parameters
+
+    def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
+        """Returns which original parameters are known to have a gradient, if these were used."""
+        return [any(used)] * len(used) if self._joint else used
+
+    def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
+        firsts, zeros = self._all_firsts, self._zeros
+        if zeros.dtype != notes.dtype:
+            zeros = self._zeros = notes.new_zeros(1).expand_as(firsts)  # one number
+        notes.index_add_(0, firsts, zeros)  # -0.0 + 0.0 is 0.0
+        if False in used:  # one by one: an index tensor for the device would make the host wait
+            unused = [not known for known in self._known_used(used)]
+            for first in chain.from_iterable(compress(self._firsts, unused)):
+                notes[first].fill_(-0.0)
+
+    def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
+        for (start, stop), by_any in zip(self.bounds, self._known_used(used)):
+            if by_any and stop > start:
+                shard[start] += 0.0
+            else:
+                shard[start:stop] = -0.0
+
+    def used_by_any(self, shard: torch.Tensor, used: Sequence[bool], asked: Sequence[bool]) -> Sequence[bool]:
+        result = [*self._known_used(used)]
+        firsts = {
+            index: start
+            for index, ((start, stop), known, asks) in enumerate(zip(self.bounds, result, asked))
+            if asks and not known and stop > start
+        }
+        if firsts:  # to look at numbers waits for the device
+            noted = torch.stack([shard[first] for first in firsts.values()]).tolist()
+            for index, number in zip(firsts, noted):
+                result[index] = number != 0 or math.copysign(1, number) > 0
+        return result
+
+
+def _side_by_side(
+    shapes: Iterable[tuple[str, torch.Size]], start_at: int, alignment: ShardAlignment | None
+) -> list[Extent]:
+    """Lays parameters, given by name and shape, out in one buffer."""
+    extents: list[Extent] = []
+    stop = 0
+    for fqn, shape in shapes:
+        grain = 1 if alignment is None else alignment.grain(shape)
+        extents.append(Extent(fqn, shape, round_up(stop, math.lcm(start_at, grain))))
+        stop = extents[-1].stop
+    return extents
+
+
+def _firsts_of_pieces(extent: Extent, length: int) -> list[int]:
+    """Returns the first elements of a parameter's pieces in even parts of this length."""
+    begin, end = extent.start, extent.stop
+    return [begin, *range(begin // length * length + length, end, length)] if end > begin else []
+
+
+def _stretches(bounds: Iterable[tuple[int, int]], length: int) -> tuple[list[int], list[int]]:
+    """Returns arguments for one `split_with_sizes` of a 1-D tensor into pieces and the gaps between them.
+
+    Args:
+        bounds: The (start, stop) of each piece, in order; equal ones for an empty piece.
+        length: Elements of the tensor.
+
+    Returns:
+        The sizes, and the index of each piece among them.
+    """
+    sizes: list[int] = []
+    indices: list[int] = []
+    end = 0
+    for start, stop in bounds:
+        if stop > start > end:
+            sizes.append(start - end)  # a gap
+        indices.append(len(sizes) if stop > start else -1)
+        if stop > start:
+            sizes.append(stop - start)
+            end = stop
+    return [*sizes, length - end, 0], indices  # the last is for all empty pieces

@@ -1,4 +1,4 @@
-"""`Segment`: the memory of one layout: unsharded buffer, leaves and their gradients."""
+"""`Segment`: the memory of one layout's parameters: unsharded buffer, leaves and their gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fsdp_wrap._comm import Buffer, Communicator, ResidentBuffer
 from fsdp_wrap._core import PlugIns, SegmentDtypes, round_up
 from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
-from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Layout
+from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 from fsdp_wrap._params.parallel import to_local
+from fsdp_wrap._params.sharded_params import ShardedParams
 
 _VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
@@ -39,17 +40,17 @@ class Segment:
 
     def __init__(
         self,
-        layout: Layout,
+        params: ShardedParams,
         dtypes: SegmentDtypes,
         communicator: Communicator,
         contributors: float,
         plug_ins: PlugIns,
     ) -> None:
-        self.layout = layout
+        self.params, self.layout = params, params.layout
         self.dtypes = dtypes
         self._communicator = communicator
         self.full, self.gathered = self._make_buffers()
-        self.leaves = layout.make_leaves(self.full.tensor)
+        self.leaves = params.make_leaves(self.full.tensor)
         self.places = {leaf: index for index, leaf in enumerate(self.leaves)}
         if dtypes.arriving != dtypes.param:
             for leaf in self.leaves:
@@ -61,7 +62,7 @@ class Segment:
         self._references: list[int] = []
         self._held: dict[int, int] = {}  # leaves that users hold, with the references that others have
         self._apart: list[int] = []  # leaves with memory of their own
-        others = () if layout.distributed is None else layout.memory
+        others = () if params.distributed is None else params.memory
         self.counted = (*self.leaves, *others)
         self.versions = [*map(_VERSION, self.counted)]
         self._freed = (_FREED,) * len(self.counted)
@@ -69,13 +70,14 @@ class Segment:
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
-        self.gradients = Gradients(layout, dtypes, communicator, contributors, self.leaves, plug_ins)
+        self.gradients = Gradients(params, dtypes, communicator, contributors, self.leaves, plug_ins)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
         """Returns the unsharded buffer and the gathered one."""
         layout, dtype = self.layout, self.dtypes.param
-        if layout.resident is not None and dtype == self.dtypes.master:
-            full: Buffer = ResidentBuffer(layout.resident)
+        resident = self.params.resident
+        if resident is not None and dtype == self.dtypes.master:
+            full: Buffer = ResidentBuffer(resident)
         else:
             full = self._communicator.buffer(layout.full_numel, dtype)
         return full, full if layout.in_place else self._communicator.buffer(layout.numel, dtype)
@@ -87,8 +89,8 @@ class Segment:
 
     def describe(self) -> str:
         """Describes sizes, dtypes and alignment, for `repr`."""
-        held = sum(interval.data.numel() for interval in self.layout.intervals())
-        frozen = "" if any(source.requires_grad for source in self.layout.sources) else " (frozen)"
+        held = sum(interval.data.numel() for interval in self.params.intervals())
+        frozen = "" if any(source.requires_grad for source in self.params.sources) else " (frozen)"
         aligned = self.layout.alignment
         padding = f" (aligned to {aligned}, {self.layout.padding_numel} of padding)" if aligned else ""
         return f"{held} of {sum(leaf.numel() for leaf in self.leaves)} {self.dtypes}{frozen}{padding}"
@@ -101,20 +103,20 @@ class Segment:
 
     def cover(self) -> None:
         """Shows the leaves by attributes of modules until `uncover`."""
-        self._addresses = [*map(_DATA_PTR, self.layout.memory)]
+        self._addresses = [*map(_DATA_PTR, self.params.memory)]
         self._references = [*map(getrefcount, self.leaves)]
         for index, alone in self._held.items():
             self._references[index] = alone
-        self.layout.display.cover()
+        self.params.display.cover()
 
     def uncover(self) -> list[str]:
         """Undoes `cover`; returns names of leaves that were changed since, if that reaches no shard."""
-        self.layout.display.uncover()
+        self.params.display.uncover()
         before, references = self._references, [*map(getrefcount, self.leaves)]
         if references != before or self._held:
             held = [index for index, alone in enumerate(before) if references[index] > alone]
             self._held = {index: before[index] for index in held}
-        addresses = [*map(_DATA_PTR, self.layout.memory)]
+        addresses = [*map(_DATA_PTR, self.params.memory)]
         if addresses != self._addresses:
             self._apart = [index for index, known in enumerate(self._addresses) if addresses[index] != known]
         changed = self.edited() + self._apart
@@ -123,8 +125,8 @@ class Segment:
     def _part_from_held(self) -> None:
         """Gives held leaves memory of their own until they are filled again: reads of freed memory crash."""
         self._forget_dropped()
-        memory = self.layout.memory
-        self.layout.lie_in((index, memory[index].data.clone()) for index in self._held)
+        memory = self.params.memory
+        self.params.lie_in((index, memory[index].data.clone()) for index in self._held)
         self._apart += self._held
 
     def _forget_dropped(self) -> None:
@@ -155,7 +157,7 @@ class Segment:
             self.gathered.free()
         if self._apart:
             views = self.layout.views(self.full.tensor)
-            self.layout.lie_in((index, views[index]) for index in self._apart)
+            self.params.lie_in((index, views[index]) for index in self._apart)
             self._apart = []
         if changed:
             self.versions = [version + 1 for version in self.versions]
@@ -191,19 +193,19 @@ class Segment:
 
     def refuse_conversion(self) -> None:
         """Refuses another dtype of the sharded parameters while gradients wait in the old one."""
-        layout = self.layout
-        converted = any(param.dtype != layout.dtype for param in (layout.flat_param, *layout.sources))
+        params = self.params
+        converted = any(param.dtype != params.dtype for param in (params.flat_param, *params.sources))
         if converted and self.gradients.accumulated:
             raise RuntimeError(
-                f"the parameter '{layout.fqns[0]}' and others beside it changed their dtype while gradients "
-                "left by no_sync wait for a backward; convert before or after the accumulation"
+                f"the parameter '{self.layout.fqns[0]}' and others beside it changed their dtype while "
+                "gradients left by no_sync wait for a backward; convert before or after the accumulation"
             )
 
     def follow_shard(self) -> None:
-        """Moves to the memory of the layout's shard, or to a resident buffer of the same dtype."""
-        fits = self.dtypes.param == self.dtypes.master == self.layout.dtype
-        if self.layout.resident is not None and fits:
-            self.full = self.gathered = ResidentBuffer(self.layout.resident)
+        """Moves to the memory of the shard, or to a resident buffer of the same dtype."""
+        fits = self.dtypes.param == self.dtypes.master == self.params.dtype
+        if self.params.resident is not None and fits:
+            self.full = self.gathered = ResidentBuffer(self.params.resident)
             self._alias_full()
         self._write_from_shard()
 
@@ -216,12 +218,12 @@ class Segment:
         self._write_from_shard()
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
         self._copies = [target for _, target in pairs], [source for source, _ in pairs]
-        self.layout.lie_in(enumerate(self.layout.views(self.full.tensor)))
+        self.params.lie_in(enumerate(self.layout.views(self.full.tensor)))
 
     def _write_from_shard(self) -> None:
         self.write_shard: Callable[[], object] = lambda: None  # of a shard that is the buffer itself
-        self.shard = self.layout.flat_param.data
-        self.from_host = self.layout.from_host(self.dtypes.param) if self.full.temporary else None
+        self.shard = self.params.flat_param.data
+        self.from_host = self.params.from_host(self.dtypes.param) if self.full.temporary else None
         if self.from_host is not None:
             self.write_shard = partial(self.from_host.write, self._own)
         elif self.full.temporary:
@@ -236,7 +238,7 @@ class Segment:
     @torch.no_grad()
     def take_gradient(self, index: int, grad: torch.Tensor) -> None:
         """Adds a gradient to a leaf's that reached the sharded parameter."""
-        leaf, part = self.leaves[index], (self.layout.distributed or [None] * (index + 1))[index]
+        leaf, part = self.leaves[index], (self.params.distributed or [None] * (index + 1))[index]
         held = to_local(grad)
         held = held.to(leaf.device, leaf.grad_dtype or leaf.dtype, copy=True)
         taken = held if part is None else part.shown_gradient(held)

@@ -106,7 +106,7 @@ class SegmentDisplay(ModuleWriter):
 
 
 class _Coverable(Protocol):
-    layout: Any  # with the display
+    params: Any  # with the display
 
     def cover(self) -> None: ...
 
@@ -131,7 +131,7 @@ class UnitDisplay:
     def untouched(self) -> bool:
         """Whether no leaf is known to have changed, and no shown parameter to have been replaced."""
         shown = self._segments if self.state is Showing.SHARDED else ()
-        return not self.changed and all([segment.layout.display.is_untouched() for segment in shown])
+        return not self.changed and all([segment.params.display.is_untouched() for segment in shown])
 
     def show_leaves(self) -> None:
         """Lets the modules compute with the leaves."""
@@ -139,18 +139,18 @@ class UnitDisplay:
             if self.state is Showing.KEPT:
                 self._uncover()
                 for segment in self._segments:  # before the leaves hide replacements
-                    if not segment.layout.display.is_untouched():
-                        self.changed += [fqn for fqn, _ in segment.layout.display.replaced()]
+                    if not segment.params.display.is_untouched():
+                        self.changed += [fqn for fqn, _ in segment.params.display.replaced()]
             self.state = Showing.LEAVES
             for segment in self._segments:
-                for write, name, leaf in segment.layout.display.leaves.writes:
+                for write, name, leaf in segment.params.display.leaves.writes:
                     write(name, leaf)
 
     def show_sharded(self) -> None:
         """Lets the modules show the sharded parameters."""
         if self.state is Showing.LEAVES:
             for segment in self._segments:
-                for write, name, tensor in segment.layout.display.writes:
+                for write, name, tensor in segment.params.display.writes:
                     write(name, tensor)
         elif self.state is Showing.KEPT:
             self._uncover()

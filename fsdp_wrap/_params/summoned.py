@@ -16,8 +16,8 @@ from torch.distributed.tensor import Placement
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import refuse_in_steps
-from fsdp_wrap._params.layout import Layout
 from fsdp_wrap._params.parallel import placed, to_local
+from fsdp_wrap._params.sharded_params import ShardedParams
 
 _REASON = (
     "was made inside summon_full_params and holds '{}' as shown there, which training does not reach: "
@@ -42,37 +42,37 @@ class SummonedSegment:
     """The full parameters of one segment; making one is collective, and so is writing back."""
 
     def __init__(
-        self, layout: Layout, communicator: Communicator, replicas: Communicator, how: Summoning
+        self, sharded: ShardedParams, communicator: Communicator, replicas: Communicator, how: Summoning
     ) -> None:
-        self._layout, self._communicator, self._replicas, self._how = layout, communicator, replicas, how
-        self._values = _FullBuffer(layout, communicator, replicas, how)
-        self._grads = _FullBuffer(layout, communicator, replicas, how)
+        self._sharded, self._communicator, self._replicas, self._how = sharded, communicator, replicas, how
+        self._values = _FullBuffer(sharded, communicator, replicas, how)
+        self._grads = _FullBuffer(sharded, communicator, replicas, how)
         self.shows_full = self._values.shows
-        self._values.collect(layout.write_shard)
+        self._values.collect(sharded.write_shard)
         self._before = self._values.state() if how.tells_edits else None
         self._have_grads = self._where_grads() if how.with_grads else []
         if any(self._have_grads):
-            self._grads.collect(layout.write_gradient)
+            self._grads.collect(sharded.write_gradient)
         self._params = [
-            layout.parameter(index, shown, source.requires_grad)
-            for index, (shown, source) in enumerate(zip(self._values.shown, layout.sources))
+            sharded.parameter(index, shown, source.requires_grad)
+            for index, (shown, source) in enumerate(zip(self._values.shown, sharded.sources))
         ]
         if self.shows_full:
-            layout.show_full(self._params, copies=False)
-        for param, grad, has_grad in zip(layout.shown(), self._grads.shown, self._have_grads):
+            sharded.show_full(self._params, copies=False)
+        for param, grad, has_grad in zip(sharded.shown(), self._grads.shown, self._have_grads):
             if param is not None and has_grad:
                 param.grad = grad
 
     def _where_grads(self) -> list[bool]:
         """Returns for each parameter whether any rank of this copy has a gradient."""
-        flags = [source.grad is not None for source in self._layout.sources]
+        flags = [source.grad is not None for source in self._sharded.sources]
         tensor = torch.tensor(flags, dtype=torch.int32, device=self._communicator.device)
         self._communicator.all_reduce([tensor], op=dist.ReduceOp.MAX).wait()
         return [bool(flag) for flag in tensor.tolist()]
 
     def leave(self) -> None:
         """Makes optimizers refuse the shown parameters, if users have kept them there."""
-        for fqn, param in zip(self._layout.fqns, self._params):
+        for fqn, param in zip(self._sharded.layout.fqns, self._params):
             refuse_in_steps(param, functools.partial(_REASON.format, fqn))
 
     @property
@@ -86,11 +86,11 @@ class SummonedSegment:
             return
         shown = [
             param if current is None else current
-            for param, current in zip(self._params, self._layout.shown())
+            for param, current in zip(self._params, self._sharded.shown())
         ]
         grads = [param.grad if self._how.with_grads else None for param in shown]
         # Not against the parameters: their `.data` may have been replaced.
-        for fqn, given, param, grad in zip(self._layout.fqns, self._values.shown, shown, grads):
+        for fqn, given, param, grad in zip(self._sharded.layout.fqns, self._values.shown, shown, grads):
             _check_fits(f"parameter '{prefix}{fqn}'", given, param)
             if grad is not None:
                 _check_fits(f"the gradient of parameter '{prefix}{fqn}'", given, grad)
@@ -101,12 +101,12 @@ class SummonedSegment:
 
     def write_back(self) -> None:
         """Copies this rank's part of the noted edits into the shard, which modules show again."""
-        self._layout.read_shard(self._values.own_part())
+        self._sharded.read_shard(self._values.own_part())
         if self._how.with_grads:
             have_grads = self._have_grads
             for communicator in (self._communicator, self._replicas) if self._how.rank0_only else ():
                 have_grads = communicator.broadcast_object(have_grads)
-            self._layout.read_gradient(self._grads.own_part() if any(have_grads) else None, have_grads)
+            self._sharded.read_gradient(self._grads.own_part() if any(have_grads) else None, have_grads)
 
 
 def _check_fits(what: str, given: torch.Tensor, edited: torch.Tensor) -> None:
@@ -138,9 +138,9 @@ class _FullBuffer:
     """
 
     def __init__(
-        self, layout: Layout, communicator: Communicator, replicas: Communicator, how: Summoning
+        self, sharded: ShardedParams, communicator: Communicator, replicas: Communicator, how: Summoning
     ) -> None:
-        self._layout, self._communicator, self._replicas, self._how = layout, communicator, replicas, how
+        self._sharded, self._communicator, self._replicas, self._how = sharded, communicator, replicas, how
         self._in_first_copy = replicas.rank == 0
         self.shows = not how.rank0_only or (self._in_first_copy and communicator.rank == 0)
         self.views, self.shown = list[torch.Tensor](), list[torch.Tensor]()
@@ -149,8 +149,12 @@ class _FullBuffer:
 
     def collect(self, write: Callable[[torch.Tensor], None]) -> None:
         """Gathers the parts, which `write` fills on each rank, to where they are shown."""
-        full = self._empty(self._layout.numel) if self.shows else None
-        own = self._empty(self._layout.shard_numel) if full is None else self._communicator.own_part(full)
+        full = self._empty(self._sharded.layout.numel) if self.shows else None
+        own = (
+            self._empty(self._sharded.layout.shard_numel)
+            if full is None
+            else self._communicator.own_part(full)
+        )
         if full is not None and not self._how.rank0_only:
             self._communicator.all_gather([full], lambda: write(own)).wait()
         elif self._in_first_copy:
@@ -158,7 +162,7 @@ class _FullBuffer:
             self._communicator.gather(own, full)
         if full is not None:
             with torch.inference_mode(False):
-                full = self._layout.unpack(full)
+                full = self._sharded.layout.unpack(full)
                 self._lie_in(full.cpu() if self._how.offload_to_cpu else full)
 
     def state(self) -> object:
@@ -172,7 +176,9 @@ class _FullBuffer:
         """Notes new values, with None for zeros; copies those that lie elsewhere than their view."""
         if self._full is None:
             with torch.inference_mode(False):
-                self._lie_in(torch.zeros(self._layout.full_numel, dtype=self._layout.dtype, device="cpu"))
+                self._lie_in(
+                    torch.zeros(self._sharded.layout.full_numel, dtype=self._sharded.dtype, device="cpu")
+                )
         self._edits = [
             (view, torch.zeros_like(view) if held is None else held.detach().clone())
             for view, value in zip(self.views, values)
@@ -184,18 +190,18 @@ class _FullBuffer:
         """Returns this rank's part after the noted edits, of the first rank where only that shows it."""
         for view, value in self._edits:
             view.copy_(value)
-        packed = None if self._full is None else self._layout.pack(self._full)
+        packed = None if self._full is None else self._sharded.layout.pack(self._full)
         if packed is not None and not self._how.rank0_only:
             return self._communicator.own_part(packed)
-        own = self._empty(self._layout.shard_numel)
+        own = self._empty(self._sharded.layout.shard_numel)
         if self._in_first_copy:
             self._communicator.scatter(own, packed if packed is None else packed.to(own.device))
         self._replicas.broadcast(own)
         return own
 
     def _lie_in(self, full: torch.Tensor) -> None:
-        self._full, self.views = full, self._layout.views(full)
-        self.shown = self._layout.as_originals(self.views)
+        self._full, self.views = full, self._sharded.layout.views(full)
+        self.shown = self._sharded.as_originals(self.views)
 
     def _empty(self, numel: int) -> torch.Tensor:
-        return self._communicator.empty(numel, self._layout.dtype)
+        return self._communicator.empty(numel, self._sharded.dtype)

@@ -132,7 +132,7 @@ def reproducible(
         refuse_unsharded(model, "reproducible()")
     require_root(units[0], "reproducible()")
     schedules = [*dict.fromkeys(map(schedule_of, units))]
-    handles = [(unit, unit.handle) for unit in units if unit.layouts]
+    handles = [(unit, unit.handle) for unit in units if unit.params]
     _refuse(model, schedules, handles)
     ranks, rank = _place(handles)
     _check_count(micro_batches, ranks)
@@ -165,7 +165,7 @@ def _refuse(
     segments = [segment for _, handle in handles for segment in handle.segments]
     # A unit that `unshard()` has gathered shows its leaves.
     refuse_unowned(
-        model, (param for segment in segments for param in (*segment.layout.sources, *segment.leaves))
+        model, (param for segment in segments for param in (*segment.params.sources, *segment.leaves))
     )
     refuse_training(norms_over_batches(model))
 

@@ -52,7 +52,7 @@ class CountedSteps(PlugIn):
         self._divisors: dict[Unit, float] = {}
         self._checked = weakref.WeakSet[torch.optim.Optimizer]()
         for unit in schedule.units:
-            if unit.layouts:
+            if unit.params:
                 self._take_over(unit, unit.handle, micro_batches, average)
         self._each = max((tree_sums.each for tree_sums in self._sums.values()), default=1)
         schedule.plug_ins.attach(self)
@@ -155,7 +155,7 @@ class CountedSteps(PlugIn):
 
 def sharded_params(units: Iterable[Unit]) -> list[nn.Parameter]:
     """Returns the parameters of units, as optimizers see them."""
-    return [*dict.fromkeys(param for unit in units for layout in unit.layouts for param in layout.sources)]
+    return [*dict.fromkeys(param for unit in units for sharded in unit.params for param in sharded.sources)]
 
 
 _living = weakref.WeakSet[CountedSteps]()

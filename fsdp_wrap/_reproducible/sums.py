@@ -13,7 +13,7 @@ import torch
 
 from fsdp_wrap._comm import Communicator, Finished, Pending
 from fsdp_wrap._core import PlugIn, Precedence, ceil_div
-from fsdp_wrap._params import Layout, ParamHandle, Segment
+from fsdp_wrap._params import ParamHandle, Segment, ShardedParams
 from fsdp_wrap._reproducible.tree import Node, SumTree
 
 _NOTHING = -0.0
@@ -39,8 +39,8 @@ class TreeSums(PlugIn):
         self.each = leaves // (self._ranks.size * self._copies)
         self._index = 0  # of the running backward among this rank's
         self._refusal: RuntimeError | None = None
-        self._trees: dict[Layout, SumTree] = {}
-        self._added: dict[Layout, int] = {}
+        self._trees: dict[ShardedParams, SumTree] = {}
+        self._added: dict[ShardedParams, int] = {}
 
     def begin(self, index: int, refusal: RuntimeError | None = None) -> None:
         """Begins this rank's backward of a number, which may bring no gradients, or must not."""
@@ -57,24 +57,24 @@ class TreeSums(PlugIn):
             raise self._refusal
         first = self._first_of(self._ranks.rank)
         for segment, gradients in zip(segments, full):
-            layout = segment.layout
-            if self._added.get(layout) == self._index:
+            params = segment.params
+            if self._added.get(params) == self._index:
                 raise _came_twice(segment)
-            self._added[layout] = self._index
-            tree = self._trees.setdefault(layout, SumTree(first, segment.dtypes.reduce))
+            self._added[params] = self._index
+            tree = self._trees.setdefault(params, SumTree(first, segment.dtypes.reduce))
             tree.push(Node(first + self._index, 1, gradients))
             if self._index + 1 < self.each:
                 tree.settle()
                 segment.gradients.drop()
         handle.join(self._exchange([] if self._index + 1 < self.each else segments))
 
-    def averaged(self, layout: Layout, reduced: torch.Tensor) -> None:
+    def averaged(self, sharded: ShardedParams, reduced: torch.Tensor) -> None:
         """Makes zeros positive, as the notes of used parameters do with the first element on each rank."""
-        reduced[: reduced.numel() - layout.noted_numel].add_(0.0)
+        reduced[: reduced.numel() - sharded.layout.noted_numel].add_(0.0)
 
     def finish_without(self, segments: Sequence[Segment]) -> None:
         """Hands over sums of earlier backwards where the last one brought nothing; collective."""
-        left = [segment for segment in segments if segment.layout in self._trees]
+        left = [segment for segment in segments if segment.params in self._trees]
         if left:
             self._exchange(left).finish()
         self._added.clear()
@@ -86,7 +86,7 @@ class TreeSums(PlugIn):
     def _exchange(self, segments: Sequence[Segment]) -> TreeReduction:
         """Issues the exchange of this copy's sums; of none before the last backward."""
         spans = [nodes_within(self._first_of(rank), self.each) for rank in range(self._ranks.size)]
-        trees = [self._trees.pop(segment.layout) for segment in segments]
+        trees = [self._trees.pop(segment.params) for segment in segments]
         for tree in trees:
             tree.fill(self._first_of(self._ranks.rank) + self.each)
         exchanges = [

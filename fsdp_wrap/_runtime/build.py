@@ -1,4 +1,4 @@
-"""Builds units: checks a module, moves its tensors to the device, and makes layouts, handle and unit.
+"""Builds units: checks a module, moves its tensors to the device, shards its parameters, makes the unit.
 
 The registry tells which modules and parameters units own, and refuses a second unit of a module.
 """
@@ -40,8 +40,8 @@ from fsdp_wrap._core.torch_private import trace_rules
 from fsdp_wrap._params import (
     EmptyHandle,
     HeldBy,
-    Layout,
     ParamHandle,
+    ShardedParams,
     check_beside,
     is_extension,
     side_data_kind,
@@ -88,14 +88,14 @@ class Registry:
 
     def note(self, unit: Unit, originals: Iterable[Sequence[nn.Parameter]]) -> None:
         """Records the parameters of a unit, given by segment, and the modules that show them."""
-        for number, (params, layout) in enumerate(zip(originals, unit.layouts)):
+        for number, (params, sharded) in enumerate(zip(originals, unit.params)):
             for index, param in enumerate(params):
-                if param is not layout.sources[index] or not isinstance(param, DTensor):
+                if param is not sharded.sources[index] or not isinstance(param, DTensor):
                     # Not a `DTensor` that is the source itself: conversions swap it, which
                     # weak references would forbid.
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
-            for module, _ in chain.from_iterable(layout.places):
+            for module, _ in chain.from_iterable(sharded.places):
                 users = self._users_of(module)
                 if unit not in users:
                     self._users[module] = [weakref.ref(user) for user in (*users, unit)]
@@ -107,10 +107,10 @@ class Registry:
 
     def units(self) -> set[Unit]:
         """Returns all units with parameters."""
-        return {unit for module in [*self._users] for unit in self._users_of(module) if unit.layouts}
+        return {unit for module in [*self._users] for unit in self._users_of(module) if unit.params}
 
-    def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, Layout, int]:
-        """Returns the unit that owns an original parameter, its layout, and its index there."""
+    def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, ShardedParams, int]:
+        """Returns the unit that owns an original parameter, its sharded parameters, and its index there."""
         if param not in self._owners:
             raise ValueError(
                 f"parameter '{fqn}' is the sharded parameter of another unit: tie parameters before "
@@ -118,24 +118,24 @@ class Registry:
             )
         reference, number, index = self._owners[param]
         unit: Unit | None = reference()
-        if unit is None or not unit.layouts:
+        if unit is None or not unit.params:
             raise ValueError(
                 f"parameter '{fqn}' was sharded in a wrapped module that no longer exists, and its values "
                 "are gone with it: build the module anew, or keep the wrapped one"
             )
-        return unit, unit.layouts[number], index
+        return unit, unit.params[number], index
 
     def borrow(self, contents: UnitContents) -> list[Unit]:
         """Makes the owners of tied parameters show them in a new unit's modules too; returns the owners."""
         users = (self._users_of(module) for _, module in contents.modules)
         # A unit whose module is gone has no parameters, and lends nothing.
-        lenders = {unit: None for unit in chain.from_iterable(users) if unit.layouts}
+        lenders = {unit: None for unit in chain.from_iterable(users) if unit.params}
         for fqn, place, param in contents.borrowed:
-            layouts = (layout for unit in self._users_of(place[0]) for layout in unit.layouts)
-            shown = (places for layout in layouts for places in layout.places)
+            params = (sharded for unit in self._users_of(place[0]) for sharded in unit.params)
+            shown = (places for sharded in params for places in sharded.places)
             if not any(place in places for places in shown):  # units may share it
-                unit, layout, index = self.owner(fqn, param)
-                layout.add_place(index, place)
+                unit, sharded, index = self.owner(fqn, param)
+                sharded.add_place(index, place)
                 lenders[unit] = None
         return list(lenders)
 
@@ -149,8 +149,8 @@ FLAT_PARAM = "_flat_param"
 
 over_replicas: Seam[Any] = Seam("state over replicas", "fsdp_wrap._state_over_replicas")
 
-LayoutMaker = Callable[..., Layout]
-"""Makes the layout of a segment from its parameters, the communicator and `name=`."""
+ParamsMaker = Callable[..., ShardedParams]
+"""Makes the sharded parameters of a segment from its parameters, the communicator and `name=`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class UnitSpec:
 
     mesh: ShardMesh
     device: torch.device
-    make_layout: LayoutMaker
+    make_params: ParamsMaker
     policy_of: Callable[[nn.Parameter], SegmentPolicy]
     options: UnitOptions
     parts: tuple[nn.Module, ...] = ()  # the modules with a forward, if the unit's module only groups them
@@ -247,7 +247,7 @@ def assemble_unit(
     for fqn, below in units_in(module).items():
         below.nest(fqn)
     _skip_runtime_frames()
-    if unit.layouts or any(submodule._buffers for submodule in modules):  # else it may be wrapped again
+    if unit.params or any(submodule._buffers for submodule in modules):  # else it may be wrapped again
         REGISTRY.take(modules)
     for submodule in modules:
         mark_managed(submodule)
@@ -264,8 +264,8 @@ def assemble_unit(
 
 
 def _prepare_modules(unit: Unit) -> None:
-    for layout in unit.layouts:
-        for side, places in zip(layout.side_data, layout.places):
+    for sharded in unit.params:
+        for side, places in zip(sharded.side_data, sharded.places):
             if side is not None:
                 for module, _ in places:
                     side.prepare(module)
@@ -276,12 +276,12 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
     segments = [*by_kind.values()]
     communicator, replicas = spec.communicators(spec.mesh)
     samples = [torch.stack([sample(slot.param) for slot in segment]) for segment in segments]
-    layouts = [
-        spec.make_layout(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
+    params = [
+        spec.make_params(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
         for number, segment in enumerate(segments)
     ]
     policies, held_by = [kind[-1] for kind in by_kind], HeldBy.of(spec.mesh, spec.device)
-    handle = ParamHandle(layouts, communicator, replicas, policies, held_by) if layouts else EmptyHandle()
+    handle = ParamHandle(params, communicator, replicas, policies, held_by) if params else EmptyHandle()
     if spec.mesh.copies is not None:
         staged = over_replicas.needed("state_over_replicas=True").transport
         handle.set_transport(staged(*spec.communicators(spec.mesh.copies)))
@@ -289,7 +289,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
         "handle": handle,
         "options": spec.options,
         "parts": spec.parts,
-        "initial": InitialValues(samples, layouts).lines,
+        "initial": InitialValues(samples, params).lines,
         "mesh_label": spec.mesh_label,
     }
 
@@ -298,9 +298,9 @@ def _stand_ins(contents: UnitContents) -> dict[torch.Tensor, nn.Parameter]:
     """Returns a full-shape meta parameter for each sharded parameter that the module borrows."""
     result: dict[torch.Tensor, nn.Parameter] = {}
     for fqn, _, param in contents.borrowed:
-        _, layout, index = REGISTRY.owner(fqn, param)
-        buffer = torch.empty(layout.full_numel, dtype=layout.dtype, device="meta")
-        result[param] = nn.Parameter(layout.views(buffer)[index], requires_grad=param.requires_grad)
+        _, sharded, index = REGISTRY.owner(fqn, param)
+        buffer = torch.empty(sharded.layout.full_numel, dtype=sharded.dtype, device="meta")
+        result[param] = nn.Parameter(sharded.layout.views(buffer)[index], requires_grad=param.requires_grad)
     return result
 
 
@@ -355,21 +355,21 @@ class InitialValues:
 
     Args:
         samples: For each segment, the `sample` of each parameter.
-        layouts: The segments' layouts.
+        params: The segments' sharded parameters.
     """
 
-    def __init__(self, samples: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+    def __init__(self, samples: Sequence[torch.Tensor], params: Sequence[ShardedParams]) -> None:
         self._samples = samples
-        self._written = [layout.written() for layout in layouts]
+        self._written = [sharded.written() for sharded in params]
         # Some ways of loading move no version counter.
-        self._sampled = [layout.sample().clone() for layout in layouts]
+        self._sampled = [sharded.sample().clone() for sharded in params]
 
-    def lines(self, layouts: Sequence[Layout]) -> list[str]:
+    def lines(self, params: Sequence[ShardedParams]) -> list[str]:
         """Returns a line per parameter: its sampled elements, or "" if it was written to since."""
         result: list[str] = []
-        for values, layout, written, before in zip(self._samples, layouts, self._written, self._sampled):
-            now = layout.sample()
-            known = not values.is_meta and layout.written() == written
+        for values, sharded, written, before in zip(self._samples, params, self._written, self._sampled):
+            now = sharded.sample()
+            known = not values.is_meta and sharded.written() == written
             known = known and before.device == now.device and torch.equal(before, now)
             lines = [" ".join(map(repr, row)) for row in values.tolist()] if known else [""] * len(values)
             result += lines

@@ -83,7 +83,7 @@ def run_forward(
             output = cast_floating(output, returned)
         for schedule, call, nodes in calls:
             handle = call.unit.handle
-            if handle.layouts:
+            if handle.params:
                 output, tensors = _without_parameters(handle, output)
                 schedule.after_forward(call, tensors, nodes)
         if own.stays.waiting and own.depth == len(calls):
@@ -149,7 +149,7 @@ def _watched_inputs(
     Returns:
         The inputs to compute with.
     """
-    if not call.unit.handle.layouts or call.unit.tied_to is not None or not torch.is_grad_enabled():
+    if not call.unit.handle.params or call.unit.tied_to is not None or not torch.is_grad_enabled():
         return inputs
     seen: dict[int, torch.Tensor] = {}
 

@@ -26,7 +26,7 @@ def watch_own_gradients(segments: Sequence[Segment], tell: Tell) -> Iterator[tup
     """
     this = weakref.WeakMethod(tell)
     for segment in segments:
-        sources = {source: index for index, source in enumerate(segment.layout.sources)}
+        sources = {source: index for index, source in enumerate(segment.params.sources)}
         for source, index in sources.items():
             if source.requires_grad and source.numel():  # torch makes no view of an empty `DTensor`
                 node = get_gradient_edge(source).node
@@ -41,13 +41,13 @@ def _on_own_gradient(
     Where every rank has the whole parameter, the gradient goes to the leaf and is averaged. The gradient of a
     shard is taken as it is, with a warning: whether ranks computed the same is unknown here.
     """
-    tell, layout = reference(), segment.layout
+    tell, params = reference(), segment.params
     if tell is None or grads[0] is None:
         return None
-    if not layout.sharded and layout.sources[index] is not layout.flat_param:
+    if not params.layout.sharded and params.sources[index] is not params.flat_param:
         segment.take_gradient(index, grads[0])
         for hook in (segment.leaves[index]._post_accumulate_grad_hooks or {}).values():
             hook(segment.leaves[index])
         return (None,)
-    tell(layout.fqns[index])
+    tell(segment.layout.fqns[index])
     return None

@@ -28,9 +28,9 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import graph_task, optimizers_in_backward
 from fsdp_wrap._params import (
-    Layout,
     ParamHandle,
     Segment,
+    ShardedParams,
     check_extension,
     check_packable,
     is_extension,
@@ -175,7 +175,7 @@ def converted(
     """
     conversions = []
     for segment in unit.segments:
-        shard = segment.layout.flat_param.data
+        shard = segment.params.flat_param.data
         before = torch.empty(0, dtype=shard.dtype, device=shard.device)
         after = fn(before)
         if after.device != before.device and not before.is_meta:
@@ -184,7 +184,7 @@ def converted(
                 f"{instead}"
             )
         if after.dtype != before.dtype:
-            segment.layout.refuse_other_codes(after.dtype)
+            segment.params.refuse_other_codes(after.dtype)
         conversions.append((segment, after.dtype))
     return conversions
 
@@ -214,8 +214,8 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     names = [
         unit.name_of(fqn)
         for unit in units
-        for layout in (unit.layouts if unit.handle.shows_shards else ())
-        for fqn, numel in _shown_pieces(layout)
+        for sharded in (unit.params if unit.handle.shows_shards else ())
+        for fqn, numel in _shown_pieces(sharded)
         if mixed or (numel is not None and (vague or numel in sizes))
     ]
     if names:
@@ -226,11 +226,11 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
         )
 
 
-def _shown_pieces(layout: Layout) -> Iterable[tuple[str, int | None]]:
+def _shown_pieces(sharded: ShardedParams) -> Iterable[tuple[str, int | None]]:
     """Returns the parameter names, with the numbers of elements shown; None for `DTensor`s."""
-    if any(isinstance(source, DTensor) for source in layout.sources):
-        return ((fqn, None) for fqn in layout.fqns)
-    return ((interval.fqn, interval.data.numel()) for interval in layout.intervals())
+    if any(isinstance(source, DTensor) for source in sharded.sources):
+        return ((fqn, None) for fqn in sharded.layout.fqns)
+    return ((interval.fqn, interval.data.numel()) for interval in sharded.intervals())
 
 
 def refuse_alone(unit: Unit) -> None:
@@ -253,9 +253,9 @@ def refuse_without_backward(unit: Unit, handle: ParamHandle) -> None:
         )
 
 
-def refuse_replaced(unit: Unit, layout: Layout) -> None:
+def refuse_replaced(unit: Unit, sharded: ShardedParams) -> None:
     """Refuses sharded parameters that users have replaced or removed."""
-    for fqn, replacement in layout.display.replaced():
+    for fqn, replacement in sharded.display.replaced():
         what = "was removed" if replacement is None else f"was replaced by {_described(replacement)}"
         raise ReplacedError(
             f"the sharded parameter '{unit.name_of(fqn)}' {what} in its "
@@ -293,7 +293,7 @@ class ParametrizationGuard:
 def refuse_earlier_optimizers(unit: Unit, segments: Iterable[Iterable[ParamSlot]]) -> None:
     """Makes optimizers raise on `step` if they hold Parameter objects from before sharding."""
     slots = chain.from_iterable(segments)
-    sources = chain.from_iterable(layout.sources for layout in unit.layouts)
+    sources = chain.from_iterable(sharded.sources for sharded in unit.params)
     for slot, source in zip(slots, sources):
         if slot.param is not source:
             refuse_in_steps(slot.param, partial(_why_left, weakref.ref(unit), slot.fqn))
@@ -320,8 +320,8 @@ def refuse_pieces(unit: Unit) -> None:
     handle = unit.handle
     cut = handle.communicator.size > 1 or bool(handle.distributed)
     by_source: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
-    for layout in handle.layouts:
-        for extent, source in zip(layout.extents, layout.sources):
+    for sharded in handle.params:
+        for extent, source in zip(sharded.layout.extents, sharded.sources):
             if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
                 by_source.setdefault(source, []).append((extent.fqn, len(extent.shape)))
     for source, originals in by_source.items():
@@ -332,9 +332,9 @@ def refuse_pieces(unit: Unit) -> None:
 def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
     """Makes optimizers raise on `step` while gradients wait for a sum over the replicas."""
     for unit in units:
-        for layout in unit.layouts:
-            trained = next((source for source in layout.sources if source.requires_grad), None)
-            if trained is not None:  # one parameter is enough: all of a layout are summed together
+        for sharded in unit.params:
+            trained = next((source for source in sharded.sources if source.requires_grad), None)
+            if trained is not None:  # one parameter is enough: all of a segment are summed together
                 refuse_in_steps(trained, partial(_why_not_between, weakref.ref(unit)))
 
 

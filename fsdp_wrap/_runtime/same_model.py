@@ -170,14 +170,14 @@ class SameModel(PlugIn):
         agreement.require(f"how {name} communicates", settings, SAME_SETTINGS)
         if unit.initial is None or self._told_of_values or agreement.store is None:
             return
-        lines = unit.initial(unit.layouts)
+        lines = unit.initial(unit.params)
         if not any(lines):  # all values were loaded since
             return
         rank, others = agreement.first(f"the initial values of {name}", lines)
         differs = find_difference(lines, others)
         if differs is not None:
             self._told_of_values = True
-            fqns = [fqn for layout in unit.layouts for fqn in layout.fqns]
+            fqns = [fqn for sharded in unit.params for fqn in sharded.layout.fqns]
             warn_caller(
                 f"the parameter '{unit.name_of(fqns[differs])}' began with other values on rank "
                 f"{dist.get_rank()} than on rank {rank}, and each rank keeps its own: {_CURE}"
@@ -194,8 +194,8 @@ def ranks_of(units: Sequence[Unit], note: Note, iteration: int) -> set[int]:
     """
     communicators = communicators_of(units)
     members = {dist.get_rank()}.union(*(communicator.members for communicator in communicators))
-    for layout in (layout for unit in units for layout in unit.layouts):
-        parts = (part for part in layout.distributed or () if part is not None)
+    for sharded in (sharded for unit in units for sharded in unit.params):
+        parts = (part for part in sharded.distributed or () if part is not None)
         members.update(*(part.mesh.mesh.flatten().tolist() for part in parts))
     for communicator in communicators:
         if communicator.positions is not None and communicator.positions.agreement.store is not None:
@@ -216,7 +216,7 @@ def _contents_of(unit: Unit) -> list[str]:
     for segment in unit.segments:
         layout = segment.layout
         aligned = "" if layout.alignment is None else f", aligned to {layout.alignment}"
-        for fqn, leaf, side in zip(layout.fqns, segment.leaves, layout.side_data):
+        for fqn, leaf, side in zip(layout.fqns, segment.leaves, segment.params.side_data):
             stored = "" if side is None else f", {side.describe()}"
-            lines.append(f"'{fqn}' of shape {tuple(leaf.shape)}, {layout.dtype}{aligned}{stored}")
+            lines.append(f"'{fqn}' of shape {tuple(leaf.shape)}, {segment.params.dtype}{aligned}{stored}")
     return lines

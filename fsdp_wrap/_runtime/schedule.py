@@ -223,7 +223,7 @@ def _note_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
     loaded = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for schedule in [*_alive]:
         for unit in schedule.units:
-            if any(id(param) in loaded for layout in unit.layouts for param in layout.sharded_params):
+            if any(id(param) in loaded for sharded in unit.params for param in sharded.sharded_params):
                 note_change([unit], "optimizer load", call=loaded)
 
 

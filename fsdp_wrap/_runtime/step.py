@@ -70,7 +70,7 @@ class Step(UnitTree):
                 refuse_lent(unit)  # before any state changes: other ranks may go on
             self._begin_iteration()
         what = Computing.RECOMPUTE if recompute else Computing.FORWARD
-        if handle.layouts:
+        if handle.params:
             for act in unit.plug_ins.enters:
                 act(unit, what)
             if recompute:
@@ -135,7 +135,7 @@ class Step(UnitTree):
     def hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and are not hooked yet."""
         leaves = unit.newly_trainable()
-        sources = (source for layout in unit.layouts for source in layout.sources)
+        sources = (source for sharded in unit.params for source in sharded.sources)
         for source in with_optimizers(sources, unit.name) if leaves else ():
             source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
         # Weak, since the leaf holds the hook and the unit the leaf: such a cycle is never collected.

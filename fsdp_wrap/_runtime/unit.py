@@ -33,7 +33,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
-from fsdp_wrap._params import EmptyHandle, Layout, ParamHandle, Segment, Until, Where
+from fsdp_wrap._params import EmptyHandle, ParamHandle, Segment, ShardedParams, Until, Where
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 from fsdp_wrap._runtime.own_gradients import watch_own_gradients
 
@@ -177,7 +177,7 @@ class Unit:
         lenders: Sequence[Unit] = (),
         buffers: BufferCasts | None = None,
         parts: Iterable[nn.Module] = (),
-        initial: Callable[[Sequence[Layout]], list[str]] | None = None,
+        initial: Callable[[Sequence[ShardedParams]], list[str]] | None = None,
         mesh_label: str = "",
     ) -> None:
         self._module = weakref.ref(module, self._dissolve)
@@ -185,8 +185,8 @@ class Unit:
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
         self.handle, self.plug_ins = handle, handle.plug_ins
-        for layout in handle.layouts:
-            layout.belong_to(self)
+        for sharded in handle.params:
+            sharded.belong_to(self)
         self.options = options
         self.left = left
         self.initial = initial
@@ -204,7 +204,7 @@ class Unit:
         self._hooked: set[nn.Parameter] = set()
         self._own_gradients: list[tuple[Node, Any]] = []
         self._told_of_own_gradients, self.hooked = False, -1
-        self.all_train = not handle.layouts
+        self.all_train = not handle.params
         self.arrivals = Arrivals()
         self._copies: Copies | None = None
 
@@ -221,9 +221,9 @@ class Unit:
         return self.handle.segments
 
     @property
-    def layouts(self) -> Sequence[Layout]:
-        """The layouts of its parameters; none without parameters."""
-        return self.handle.layouts
+    def params(self) -> Sequence[ShardedParams]:
+        """Its sharded parameters, by segment; none without parameters."""
+        return self.handle.params
 
     @property
     def gone(self) -> bool:
@@ -436,9 +436,9 @@ class Unit:
         before, self._copies = self._copies, copies
         for number, segment in enumerate(self.segments):
             if copies is None:
-                segment.layout.display.leaves.show()
+                segment.params.display.leaves.show()
             else:
-                segment.layout.show(copies[number])
+                segment.params.show(copies[number])
         return before
 
     def newly_trainable(self) -> list[nn.Parameter]:
@@ -584,7 +584,7 @@ def hooked_for(view: torch.Tensor, inputs: list[Node]) -> torch.Tensor:
 
 def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
     """Returns the handles of the units that have parameters."""
-    return [unit.handle for unit in units if unit.layouts]
+    return [unit.handle for unit in units if unit.params]
 
 
 def communicators_of(units: Iterable[Unit]) -> list[Communicator]:

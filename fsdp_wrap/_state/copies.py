@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fsdp_wrap._core import is_owned
-from fsdp_wrap._params import Layout
+from fsdp_wrap._params import ShardedParams
 from fsdp_wrap._runtime import REGISTRY, Unit, refuse_pieces, require_idle, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 
@@ -35,13 +35,13 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
         require_idle([old], "copy.deepcopy()")
         refuse_summoned([old], "copying the wrapped module")
         old.handle.shown.show_sharded()
-    layouts: dict[Unit, list[Layout]] = {}
+    params: dict[Unit, list[ShardedParams]] = {}
     for old in units:
         memo[id(old)] = Unit.__new__(Unit)  # an empty one, to which the copied modules can refer
-        layouts[old] = [layout.copied(memo) for layout in old.layouts]
+        params[old] = [sharded.copied(memo) for sharded in old.params]
     copied = _copy_module(wrapper, memo)
     for old in units:
-        _make_unit(old, layouts[old], memo)
+        _make_unit(old, params[old], memo)
     for old in units:
         memo[id(old)].tie([memo[id(below)] for below in old.tied])
     for old in reversed(units):  # so that the outermost names them last
@@ -67,15 +67,15 @@ def _copy_module(wrapper: Wrapper, memo: dict[int, Any]) -> Wrapper:
     return new
 
 
-def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
+def _make_unit(old: Unit, params: list[ShardedParams], memo: dict[int, Any]) -> None:
     new: Unit = memo[id(old)]
     module = copy.deepcopy(old.module, memo)
-    for layout in layouts:
-        layout.follow_modules(memo)
+    for sharded in params:
+        sharded.follow_modules(memo)
     Unit.__init__(
         new,
         module,
-        old.handle.with_layouts(layouts),
+        old.handle.with_params(params),
         old.options.copied(memo),
         left=frozenset(copy.deepcopy(param, memo) for param in old.left if not is_owned(param)),
         lenders=[memo[id(lender)] for lender in old.lenders],
@@ -87,5 +87,5 @@ def _make_unit(old: Unit, layouts: list[Layout], memo: dict[int, Any]) -> None:
         new.lend()
     taken = (submodule for submodule in old.module.modules() if submodule in REGISTRY.taken)
     REGISTRY.take([memo[id(submodule)] for submodule in taken if id(submodule) in memo])
-    REGISTRY.note(new, [layout.sources for layout in layouts])
+    REGISTRY.note(new, [sharded.sources for sharded in params])
     refuse_pieces(new)

@@ -205,7 +205,7 @@ def settle(units: Iterable[Unit], doing: str) -> None:
     refuse_summoned(used, doing)
     ready = {*sharded_handles(used)}
     for unit in used:
-        if unit.layouts and unit.handle not in ready:
+        if unit.params and unit.handle not in ready:
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
 
 
@@ -215,6 +215,6 @@ def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
     for unit in used_by(units):
         if unit.handle.become_sharded():
             for segment in unit.handle.segments:
-                refuse_replaced(unit, segment.layout)
+                refuse_replaced(unit, segment.params)
             handles.append(unit.handle)
     return handles

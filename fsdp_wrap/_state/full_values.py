@@ -89,17 +89,17 @@ def full_values(handle: ParamHandle) -> list[FullValue]:
     """Returns a handle's parameters, by layout and index; in master dtype."""
     return [
         FullValue(
-            (layout, index),
+            (sharded, index),
             interval.held_shape,
-            layout.dtype,
+            sharded.dtype,
             handle.communicator,
             lengths,
             copier(interval.data),
             interval.part,
-            None if layout.wanted(index) is None else partial(layout.whole, index),
+            None if sharded.wanted(index) is None else partial(sharded.whole, index),
         )
-        for layout in handle.layouts
-        for index, (interval, lengths) in enumerate(zip(layout.intervals(), layout.held_by_rank()))
+        for sharded in handle.params
+        for index, (interval, lengths) in enumerate(zip(sharded.intervals(), sharded.layout.held_by_rank()))
     ]
 
 
@@ -597,7 +597,7 @@ def _beside(handles: Iterable[ParamHandle]) -> list[Communicator]:
     """Returns what leads to the ranks that hold other parts, where tensor parallelism has distributed any."""
     for handle in handles:
         for part in (
-            part for layout in handle.layouts for part in layout.distributed or () if part is not None
+            part for sharded in handle.params for part in sharded.distributed or () if part is not None
         ):
             device, mesh = handle.communicator.device, part.mesh
             groups = (mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in part.own)

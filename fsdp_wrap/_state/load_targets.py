@@ -29,7 +29,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import NormBase, pytree
-from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor, Layout, SideData
+from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor, ShardedParams, SideData
 from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.full_values import shape_of
@@ -233,16 +233,16 @@ def note_load(unit: Unit, module: nn.Module, names: Collection[str], prefix: str
 
 def sides_in(unit: Unit, module: nn.Module, prefix: str) -> Iterator[tuple[str, SideData]]:
     """Yields the side data of a unit's parameters, by names in a state dict; arguments as for `note_load`."""
-    for key, layout, index in _shown_in(unit, module, prefix):
-        side = layout.side_data[index]
+    for key, sharded, index in _shown_in(unit, module, prefix):
+        side = sharded.side_data[index]
         if side is not None:
             yield key, side
 
 
-def _shown_in(unit: Unit, module: nn.Module, prefix: str) -> Iterator[tuple[str, Layout, int]]:
+def _shown_in(unit: Unit, module: nn.Module, prefix: str) -> Iterator[tuple[str, ShardedParams, int]]:
     """Yields the parameters of a unit that a module shows, by names in a state dict."""
     owned = {
-        id(param): (layout, index) for layout in unit.layouts for index, param in enumerate(layout.sources)
+        id(param): (sharded, index) for sharded in unit.params for index, param in enumerate(sharded.sources)
     }
     for path, current in walk(module, into=lambda below: UNIT_ATTR not in below.__dict__):
         for name, param in current._parameters.items():

@@ -19,8 +19,8 @@ from fsdp_wrap._params import (
     FlatPiece,
     Interval,
     IntervalTensor,
-    Layout,
     ParamHandle,
+    ShardedParams,
     SideData,
     Spread,
     by_rows,
@@ -42,32 +42,32 @@ class Original:
         fqn: Its first name in the unwrapped module, or in its unit where only units were asked.
         interval: This rank's part of it.
         handle: Owner of its storage; None where no unit owns it.
-        layout: How it lies there.
-        index: Its position in the layout.
+        sharded: The sharded parameters of its segment.
+        index: Its position among them.
         order: Position among the unwrapped module's parameters, where that was asked.
     """
 
     fqn: str
     interval: Interval
     handle: ParamHandle | None = None
-    layout: Layout | None = None
+    sharded: ShardedParams | None = None
     index: int = 0
     order: int = 0
 
     @property
     def owned(self) -> bool:
         """Whether a unit owns it."""
-        return self.layout is not None
+        return self.sharded is not None
 
     @property
     def key(self) -> object:
         """Its identity, whatever its name."""
-        return id(self.source) if self.layout is None else (self.layout, self.index)
+        return id(self.source) if self.sharded is None else (self.sharded, self.index)
 
     @property
     def places(self) -> Iterable[Place]:
         """The (module, name) pairs that show it, where a unit owns it."""
-        return () if self.layout is None else self.layout.places[self.index]
+        return () if self.sharded is None else self.sharded.places[self.index]
 
     @property
     def shape(self) -> torch.Size:
@@ -82,7 +82,7 @@ class Original:
     @property
     def uncut(self) -> bool:
         """Whether the optimizer of every rank holds it alone, whole and in its shape."""
-        return self.source.shape == self.shape and (self.layout is None or not self.layout.sharded)
+        return self.source.shape == self.shape and (self.sharded is None or not self.sharded.layout.sharded)
 
     @property
     def left_out(self) -> bool:
@@ -99,9 +99,9 @@ class Original:
 
     @property
     def _spread(self) -> Spread | None:
-        if self.handle is None or self.layout is None:
+        if self.handle is None or self.sharded is None:
             return None
-        return Spread(self.handle.held_by, self.interval.at, self.layout.shard_numel)
+        return Spread(self.handle.held_by, self.interval.at, self.sharded.layout.shard_numel)
 
     def piece(self, held: torch.Tensor) -> IntervalTensor:
         """Wraps this rank's elements of a tensor of the parameter's shape."""
@@ -115,7 +115,7 @@ class Original:
         So it is without `shard_alignment`, and for a `FlatParameter` of several parameters.
         """
         shape, interval = self.shape, self.interval
-        row, alignment = shape[1:].numel(), None if self.layout is None else self.layout.alignment
+        row, alignment = shape[1:].numel(), None if self.sharded is None else self.sharded.layout.alignment
         if len(shape) < 2 or not row or alignment is None or alignment.grain(shape) % row:
             return None
         if interval.part is not None or self.source.numel() != interval.data.numel():
@@ -152,17 +152,17 @@ class Original:
 
     def taken_apart(self, value: Any) -> Any:
         """Returns a full value as the tensor that is cut; what does not fit as it is."""
-        return value if self.layout is None else self.layout.taken_apart(self.index, value)
+        return value if self.sharded is None else self.sharded.taken_apart(self.index, value)
 
     @property
     def wanted(self) -> str | None:
         """A description of a valid full value, where shape and dtype do not tell."""
-        return None if self.layout is None else self.layout.wanted(self.index)
+        return None if self.sharded is None else self.sharded.wanted(self.index)
 
     @property
     def side_data(self) -> SideData | None:
         """What it keeps beside its tensor, if anything."""
-        return None if self.layout is None else self.layout.side_data[self.index]
+        return None if self.sharded is None else self.sharded.side_data[self.index]
 
     def refuse_cut(self, key: str, value: Any) -> None:
         """Refuses optimizer state that cannot be cut like the parameter."""
@@ -251,7 +251,7 @@ def _walk(module: nn.Module) -> Iterator[Original]:
         if original is None and param is not None and id(param) not in sources:
             original = uncut(fqn, param)  # else it is a `FlatParameter`
         if original is not None and original.key not in seen:
-            where = original.interval, original.handle, original.layout, original.index
+            where = original.interval, original.handle, original.sharded, original.index
             yield Original(uncompiled_fqn(fqn), *where, order=len(seen))  # faster than `replace`
             seen.add(original.key)
 
@@ -270,9 +270,9 @@ def uncut(fqn: str, tensor: torch.Tensor) -> Original:
 def originals_in(handle: ParamHandle) -> list[Original]:
     """Returns what a handle owns, in the order of its layouts."""
     return [
-        Original(interval.fqn, interval, handle, layout, index)
-        for layout in handle.layouts
-        for index, interval in enumerate(layout.intervals())
+        Original(interval.fqn, interval, handle, sharded, index)
+        for sharded in handle.params
+        for index, interval in enumerate(sharded.intervals())
     ]
 
 

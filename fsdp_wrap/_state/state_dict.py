@@ -33,7 +33,7 @@ from fsdp_wrap._core import (
     params,
     walk,
 )
-from fsdp_wrap._params import IntervalTensor, Layout, ParamHandle, Spread, to_local
+from fsdp_wrap._params import IntervalTensor, ParamHandle, ShardedParams, Spread, to_local
 from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
@@ -233,17 +233,17 @@ def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
     remaining = iter(values)
     handle.replace(
         [
-            [_as_param(layout, index, next(remaining)) for index in range(len(layout.fqns))]
-            for layout in handle.layouts
+            [_as_param(sharded, index, next(remaining)) for index in range(len(sharded.layout.fqns))]
+            for sharded in handle.params
         ]
     )
 
 
-def _as_param(layout: Layout, index: int, value: torch.Tensor) -> Any:
+def _as_param(sharded: ShardedParams, index: int, value: torch.Tensor) -> Any:
     """Returns a parameter of a value; a piece, which was made for this, becomes one itself."""
-    trains, side = layout.sources[index].requires_grad, layout.side_data[index]
+    trains, side = sharded.sources[index].requires_grad, sharded.side_data[index]
     if type(value) is not IntervalTensor:
-        return layout.parameter(index, value, trains)
+        return sharded.parameter(index, value, trains)
     value._is_param = True
     if side is not None:
         side.put_on(value)
@@ -275,10 +275,12 @@ def _rows(handle: ParamHandle, offload: bool) -> Iterator[torch.Tensor]:
         yield rows.cpu() if offload else rows
 
 
-def _shard_copy(layout: Layout, to_host: bool = False) -> torch.Tensor:
-    like = layout.intervals()[0].data
-    shard = torch.empty(layout.shard_numel, dtype=layout.dtype, device="cpu" if to_host else like.device)
-    layout.write_shard(shard)
+def _shard_copy(sharded: ShardedParams, to_host: bool = False) -> torch.Tensor:
+    like = sharded.intervals()[0].data
+    shard = torch.empty(
+        sharded.layout.shard_numel, dtype=sharded.dtype, device="cpu" if to_host else like.device
+    )
+    sharded.write_shard(shard)
     return shard
 
 
@@ -297,15 +299,15 @@ def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: st
         for name in call.names.get(place, ()):
             state_dict.pop(name, None)
     for handle in handles_of([unit]):
-        for layout in handle.layouts:
-            state_dict[prefix + layout.name] = _flat_shard(handle, layout, _shard_copy(layout, offload))
+        for sharded in handle.params:
+            state_dict[prefix + sharded.name] = _flat_shard(handle, sharded, _shard_copy(sharded, offload))
 
 
-def _flat_shard(handle: ParamHandle, layout: Layout, shard: torch.Tensor) -> IntervalTensor:
+def _flat_shard(handle: ParamHandle, sharded: ShardedParams, shard: torch.Tensor) -> IntervalTensor:
     """Returns a shard as an interval of the flat buffer, so other ranks' shards are not taken for copies."""
-    start = handle.communicator.rank * layout.shard_numel
-    spread = Spread(handle.held_by, 0, layout.shard_numel)
-    return IntervalTensor(torch.Size([layout.numel]), start, shard, spread=spread)
+    start = handle.communicator.rank * sharded.layout.shard_numel
+    spread = Spread(handle.held_by, 0, sharded.layout.shard_numel)
+    return IntervalTensor(torch.Size([sharded.layout.numel]), start, shard, spread=spread)
 
 
 def _wrapped(unit: Unit) -> nn.Module:
@@ -402,8 +404,8 @@ def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
     """Shows `IntervalTensor`s over copies of the shards while modules load into them; nothing is gathered."""
     staged: list[tuple[ParamHandle, list[torch.Tensor]]] = []
     for handle in _replaceable(unit):
-        shards = [_shard_copy(layout) for layout in handle.layouts]
-        cut = (held for layout, shard in zip(handle.layouts, shards) for held in layout.pieces(shard))
+        shards = [_shard_copy(sharded) for sharded in handle.params]
+        cut = (held for sharded, shard in zip(handle.params, shards) for held in sharded.layout.pieces(shard))
         _show(handle, map(Original.piece, originals_in(handle), cut))
         staged.append((handle, shards))
     unit.buffers.hold_original()
@@ -412,8 +414,8 @@ def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
         unit.buffers.release()
         for handle, shards in staged:
             handle.dismiss()
-            for layout, shard in zip(handle.layouts, shards) if keep else ():
-                layout.read_shard(shard)
+            for sharded, shard in zip(handle.params, shards) if keep else ():
+                sharded.read_shard(shard)
 
     return end
 
@@ -432,18 +434,18 @@ def _expand_local(
 ) -> list[str]:
     """Replaces flat shards by their pieces, in place; keeps shards that do not fit, and returns errors."""
     problems: list[str] = []
-    pieces: dict[Layout | None, list[torch.Tensor]] = {}
-    for key, handle, layout in _shard_names(units, prefix):
+    pieces: dict[ShardedParams | None, list[torch.Tensor]] = {}
+    for key, handle, sharded in _shard_names(units, prefix):
         if key not in state_dict:
             continue
-        own = _flat_shard(handle, layout, torch.empty(layout.shard_numel, device="meta"))
+        own = _flat_shard(handle, sharded, torch.empty(sharded.layout.shard_numel, device="meta"))
         given = state_dict[key]
         plain = isinstance(given, torch.Tensor) and not isinstance(given, IntervalTensor) and given.dim() == 1
         saved = own.with_piece(given) if plain else given
         if not isinstance(saved, IntervalTensor):
             content = f"a {type(given).__name__} of shape {tuple(getattr(given, 'shape', ()))}"
         elif (saved.shape, saved.start, saved.stop) == (own.shape, own.start, own.stop):
-            pieces[layout] = layout.pieces(saved.piece)
+            pieces[sharded] = sharded.layout.pieces(saved.piece)
             del state_dict[key]
             continue
         else:
@@ -454,13 +456,13 @@ def _expand_local(
             "saved with; save a sharded one"
         )
     for name, original in owned_names(module, units.values()) if pieces else ():
-        if original.layout in pieces:
-            state_dict[prefix + name] = original.piece(pieces[original.layout][original.index])
+        if original.sharded in pieces:
+            state_dict[prefix + name] = original.piece(pieces[original.sharded][original.index])
     return problems
 
 
-def _shard_names(units: Mapping[str, Unit], prefix: str) -> Iterator[tuple[str, ParamHandle, Layout]]:
+def _shard_names(units: Mapping[str, Unit], prefix: str) -> Iterator[tuple[str, ParamHandle, ShardedParams]]:
     for fqn, unit in units.items():
         for handle in handles_of([unit]):
-            for layout in handle.layouts:
-                yield prefix + joined(fqn, layout.name), handle, layout
+            for sharded in handle.params:
+                yield prefix + joined(fqn, sharded.name), handle, sharded

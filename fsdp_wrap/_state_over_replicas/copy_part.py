@@ -7,28 +7,28 @@ import torch.distributed as dist
 
 from fsdp_wrap._core import ChangedBetweenError, steps_taken
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._params import Layout, Segment, Written, trains
+from fsdp_wrap._params import Segment, ShardedParams, Written, trains
 
 
 class _ShardState:
     """The state of a segment's shard when it was gathered over the replicas."""
 
-    def __init__(self, layout: Layout, written: Written) -> None:
-        self._layout, self._written = layout, written
-        self._trains = trains(layout)
+    def __init__(self, sharded: ShardedParams, written: Written) -> None:
+        self._sharded, self._written = sharded, written
+        self._trains = trains(sharded)
         # Elsewhere a look would make the host wait for the device; in a plan there are no numbers.
-        on_host = layout.flat_param.untyped_storage().device.type == "cpu"
-        self._sampled = layout.sample() if on_host else None
+        on_host = sharded.flat_param.untyped_storage().device.type == "cpu"
+        self._sampled = sharded.sample() if on_host else None
         self._sample = None if self._sampled is None else self._sampled.clone()
 
     def is_outdated(self, written: Written, stepped: bool) -> bool:
         """Whether the shard may have other values now, as far as all ranks can tell alike.
 
         Args:
-            written: The layout's present `written()`.
+            written: The present `written()`.
             stepped: Whether any optimizer has stepped since. Not all that do move version counters.
         """
-        return written != self._written or trains(self._layout) != self._trains or (stepped and self._trains)
+        return written != self._written or trains(self._sharded) != self._trains or (stepped and self._trains)
 
     @property
     def was_written_unseen(self) -> bool:
@@ -71,9 +71,9 @@ class CopyPart:
         of other units may run in a thread.
         """
         in_backward = graph_task() != -1
-        if self._made_of is None or self._reads != self._segment.layout.reads:
+        if self._made_of is None or self._reads != self._segment.params.reads:
             return True
-        if self._segment.layout.extended and not in_backward:  # whose users' code makes values each time
+        if self._segment.params.extended and not in_backward:  # whose users' code makes values each time
             return True
         if self._made_of.is_outdated(self._written, not in_backward and steps_taken() != self._steps):
             return True
@@ -89,8 +89,8 @@ class CopyPart:
 
     def begin(self) -> None:
         """Notes that a gather over the replicas begins; until `end` the part is outdated."""
-        self._made_of, self._reads = None, self._segment.layout.reads
-        self._coming = _ShardState(self._segment.layout, self._written)
+        self._made_of, self._reads = None, self._segment.params.reads
+        self._coming = _ShardState(self._segment.params, self._written)
         self._steps = steps_taken() if graph_task() == -1 else -1
 
     def end(self) -> None:

@@ -41,8 +41,8 @@ def _peers(schedule: Schedule) -> Peers:
 def _parts(schedule: Schedule) -> Iterator[LocalPart]:
     """Returns the parts of parameters that tensor or expert parallelism has distributed."""
     for unit in schedule.units:
-        for layout in unit.layouts:
-            yield from (part for part in layout.distributed or () if part is not None)
+        for sharded in unit.params:
+            yield from (part for part in sharded.distributed or () if part is not None)
 
 
 def _companions(schedule: Schedule) -> frozenset[int]:

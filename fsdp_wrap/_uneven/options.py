@@ -20,7 +20,7 @@ class RoundOptions:
     def __init__(self, schedules: Sequence[Schedule], averaged: Iterable[Unit]) -> None:
         self._schedules = schedules
         self._before: dict[Unit, dict[str, Any]] = {}
-        self._divided = {unit: unit.handle.contributors for unit in averaged if unit.layouts}
+        self._divided = {unit: unit.handle.contributors for unit in averaged if unit.params}
 
     def gather_wholes(self) -> None:
         """Lets units keep no part of their full parameters, which not all ranks would have."""

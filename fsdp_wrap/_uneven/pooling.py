@@ -103,7 +103,7 @@ class Pool:
 
     def _divide(self, schedule: Schedule, weights: Mapping[Unit, float]) -> None:
         """Divides sums of gradients by the weights of all backwards, in place of the number of ranks."""
-        units = [unit for unit in schedule.units if unit.layouts and not schedule.plug_ins.updates(unit)]
+        units = [unit for unit in schedule.units if unit.params and not schedule.plug_ins.updates(unit)]
         data_ranks = max((_data_ranks(unit) for unit in units), default=1)
         part = data_ranks / self._ranks  # the ranks of a tensor-parallel group share their batches
         for unit in units:

@@ -11,5 +11,5 @@ from fsdp_wrap._runtime import Unit
 
 def sharded_params(units: Iterable[Unit]) -> list[nn.Parameter]:
     """Returns the sharded parameters of units, each once."""
-    layouts = (layout for unit in units for layout in unit.layouts)
-    return [*dict.fromkeys(param for layout in layouts for param in layout.sharded_params)]
+    params = (sharded for unit in units for sharded in unit.params)
+    return [*dict.fromkeys(param for sharded in params for param in sharded.sharded_params)]

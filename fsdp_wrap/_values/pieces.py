@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import encloses, joined
-from fsdp_wrap._params import Cut, FlatPiece, Layout, ParamHandle, to_local
+from fsdp_wrap._params import Cut, FlatPiece, ParamHandle, ShardedParams, to_local
 from fsdp_wrap._runtime import Unit, refuse_unsharded, require_idle, units_in
 
 
@@ -85,7 +85,7 @@ def handle_of(unit: Unit) -> ParamHandle:
 def full_params(unit: Unit, name: str) -> Iterator[Piece]:
     """Yields the full parameters that a unit's modules show."""
     for segment in unit.segments:
-        for fqn, leaf in [] if segment.layout.holds_codes else zip(segment.layout.fqns, segment.leaves):
+        for fqn, leaf in [] if segment.params.holds_codes else zip(segment.layout.fqns, segment.leaves):
             yield whole(whole_name(name, fqn), leaf)
 
 
@@ -100,35 +100,35 @@ def own_gradients(unit: Unit, name: str) -> Iterator[Piece]:
                 yield whole(whole_name(name, fqn), layout.views(segment.full.data)[index])
 
 
-def shard_pieces(unit: Unit, name: str, layouts: Collection[Layout] | None = None) -> Iterator[Piece]:
-    """Yields this rank's pieces of a unit's parameters, or those of some layouts, in master dtype.
+def shard_pieces(unit: Unit, name: str, params: Collection[ShardedParams] | None = None) -> Iterator[Piece]:
+    """Yields this rank's pieces of a unit's parameters, or some of them, in master dtype.
 
     Tensor subclasses and codes are no plain numbers: they have no pieces.
     """
-    for layout in unit.layouts if layouts is None else layouts:
-        if not layout.extended and not layout.holds_codes:
-            yield from pieces_of(unit, name, layout, layout.flat_param.detach())
+    for sharded in unit.params if params is None else params:
+        if not sharded.extended and not sharded.holds_codes:
+            yield from pieces_of(unit, name, sharded, sharded.flat_param.detach())
 
 
-def pieces_of(unit: Unit, name: str, layout: Layout, shard: torch.Tensor) -> Iterator[Piece]:
-    """Yields the pieces of a tensor like a layout's shard, such as a reduced gradient."""
-    return _named(unit, name, layout, layout.pieces(shard.detach()))
+def pieces_of(unit: Unit, name: str, sharded: ShardedParams, shard: torch.Tensor) -> Iterator[Piece]:
+    """Yields the pieces of a tensor like a segment's shard, such as a reduced gradient."""
+    return _named(unit, name, sharded, sharded.layout.pieces(shard.detach()))
 
 
 def step_pieces(unit: Unit, name: str, held: Set[object]) -> Iterator[Piece]:
     """Yields the pieces of the gradients of the parameters with these keys, as an optimizer sees them."""
-    for layout in unit.layouts:
+    for sharded in unit.params:
         grads = [
             source.grad if not held.isdisjoint(keys_of(source, fqn)) else None
-            for source, fqn in zip(layout.sources, layout.fqns)
+            for source, fqn in zip(sharded.sources, sharded.layout.fqns)
         ]
         own: list[torch.Tensor | None] = [None if grad is None else to_local(grad) for grad in grads]
-        if not isinstance(layout.extents[0], Cut):
+        if not isinstance(sharded.layout.extents[0], Cut):
             own = [
                 local if local is None or isinstance(grad, DTensor) else interval.within(local)
-                for interval, local, grad in zip(layout.intervals(), own, grads)
+                for interval, local, grad in zip(sharded.intervals(), own, grads)
             ]
-        yield from _named(unit, name, layout, own)
+        yield from _named(unit, name, sharded, own)
 
 
 def key_of(param: nn.Parameter) -> object:
@@ -141,10 +141,12 @@ def keys_of(source: nn.Parameter, fqn: str) -> tuple[object, object]:
     return id(source), (id(source), fqn)
 
 
-def _named(unit: Unit, name: str, layout: Layout, own: Sequence[torch.Tensor | None]) -> Iterator[Piece]:
-    """Yields the pieces of what this rank has of each parameter of a layout; None for nothing."""
-    cuts = [extent for extent in layout.extents if isinstance(extent, Cut)]
-    for interval, data in zip(() if cuts else layout.intervals(), own):
+def _named(
+    unit: Unit, name: str, sharded: ShardedParams, own: Sequence[torch.Tensor | None]
+) -> Iterator[Piece]:
+    """Yields the pieces of what this rank has of each parameter of a segment; None for nothing."""
+    cuts = [extent for extent in sharded.layout.extents if isinstance(extent, Cut)]
+    for interval, data in zip(() if cuts else sharded.intervals(), own):
         if data is not None:
             yield Piece(whole_name(name, interval.fqn), interval.held_shape, interval.start, data.reshape(-1))
     for cut, data in zip(cuts, own):

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._params import Layout, held_params
+from fsdp_wrap._params import ShardedParams, held_params
 from fsdp_wrap._runtime import Schedule, Unit, schedule_of
 from fsdp_wrap._values import files
 from fsdp_wrap._values.pieces import (
@@ -51,14 +51,16 @@ class Reader:
     def see(self, seam: str, unit: str, pieces: Iterable[Piece]) -> None:
         """Looks at what passes a seam of a unit; the pieces are made as they are read."""
 
-    def reduced(self, unit: str, layout: Layout, shard: torch.Tensor, pieces: Iterable[Piece]) -> None:
+    def reduced(
+        self, unit: str, sharded: ShardedParams, shard: torch.Tensor, pieces: Iterable[Piece]
+    ) -> None:
         """Looks at a reduced gradient shard, and its pieces."""
         self.see(files.REDUCED, unit, pieces)
 
     def computes(self, unit: Unit, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Notes that a unit is about to compute: `compute(*args, **kwargs)`, with its leaves shown."""
 
-    def sends(self, layout: Layout, full: torch.Tensor) -> None:
+    def sends(self, sharded: ShardedParams, full: torch.Tensor) -> None:
         """Notes that a reduce buffer is complete, as it will be sent."""
 
     def end(self, schedule: Schedule) -> None:
@@ -149,7 +151,7 @@ class UnitRecorder(Recorder, PlugIn):
         self.by_name = {name: unit for unit, name in units.items()}
         self.schedules = [*dict.fromkeys(map(schedule_of, units))]
         self._names = units
-        self._unit_of: dict[Layout, str] = {}
+        self._unit_of: dict[ShardedParams, str] = {}
 
     def open(self) -> None:
         super().open()
@@ -159,7 +161,7 @@ class UnitRecorder(Recorder, PlugIn):
 
     def forward_opens(self, step: Schedule) -> None:
         if step in self.schedules:
-            self._unit_of = {layout: name for unit, name in self._names.items() for layout in unit.layouts}
+            self._unit_of = {sharded: name for unit, name in self._names.items() for sharded in unit.params}
             self.reader.begin(step)
 
     def sees(self, owner: Any, seam: ValueSeam, values: Sequence[torch.Tensor | None]) -> None:
@@ -182,9 +184,9 @@ class UnitRecorder(Recorder, PlugIn):
         if unit in self._names and graph_task() == -1 and current_transform() is None:
             self.reader.computes(unit, compute, args, kwargs)
 
-    def sends(self, layout: Any, full: torch.Tensor) -> None:
-        if layout in self._unit_of:
-            self.reader.sends(layout, full)
+    def sends(self, sharded: Any, full: torch.Tensor) -> None:
+        if sharded in self._unit_of:
+            self.reader.sends(sharded, full)
 
     def backward_ended(self, step: Schedule) -> None:
         if step in self.schedules:
@@ -193,7 +195,7 @@ class UnitRecorder(Recorder, PlugIn):
     # what a reader asks
 
     def params(self) -> Iterable[nn.Parameter]:
-        return (param for unit in self._names for layout in unit.layouts for param in layout.sharded_params)
+        return (param for unit in self._names for sharded in unit.params for param in sharded.sharded_params)
 
     def shards(self, unit: str) -> Iterable[Piece]:
         return shard_pieces(self.by_name[unit], unit)
@@ -202,16 +204,18 @@ class UnitRecorder(Recorder, PlugIn):
         """Yields the pieces of each unit's parameters that an optimizer has."""
         held = {*map(id, held_params(optimizer))}
         for unit, name in self._names.items():
-            layouts = [
-                layout for layout in unit.layouts if any(id(param) in held for param in layout.sharded_params)
+            params = [
+                sharded
+                for sharded in unit.params
+                if any(id(param) in held for param in sharded.sharded_params)
             ]
-            if layouts:
-                yield name, shard_pieces(unit, name, layouts)
+            if params:
+                yield name, shard_pieces(unit, name, params)
 
     def step_gradients(self, unit: str, held: Set[object]) -> Iterable[Piece]:
         return step_pieces(self.by_name[unit], unit, held)
 
     def keys(self, unit: str) -> Iterator[tuple[str, object]]:
-        for layout in self.by_name[unit].layouts:
-            for fqn, param in zip(layout.fqns, layout.sources):
+        for sharded in self.by_name[unit].params:
+            for fqn, param in zip(sharded.layout.fqns, sharded.sources):
                 yield from ((whole_name(unit, fqn), key) for key in keys_of(param, fqn))

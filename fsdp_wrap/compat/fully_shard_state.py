@@ -105,7 +105,7 @@ class UnitState(_Proxy):
 
     @property
     def _fsdp_param_groups(self) -> list[UnitGroup]:
-        return [UnitGroup(unit) for unit in self.unit.over_all_meshes if unit.layouts]
+        return [UnitGroup(unit) for unit in self.unit.over_all_meshes if unit.params]
 
     _fsdp_param_group = property(lambda self: next(iter(self._fsdp_param_groups), None))
     _modules = property(lambda self: _modules_of(self.unit))
@@ -239,7 +239,7 @@ class UnitParam(_Proxy):
     segment: Segment
     index: int
 
-    sharded_param = property(lambda self: self.segment.layout.sources[self.index])
+    sharded_param = property(lambda self: self.segment.params.sources[self.index])
     _sharded_local_tensor = property(attrgetter("sharded_param._local_tensor"))
 
     @property
@@ -266,7 +266,7 @@ class UnitParam(_Proxy):
 
     @property
     def _module_info(self) -> Any:
-        (module, name), *shared = self.segment.layout.places[self.index]
+        (module, name), *shared = self.segment.params.places[self.index]
         modules, names = [module for module, _ in shared], [name for _, name in shared]
         return torchs.ParamModuleInfo(module, name, modules, names)
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_wrap._core import ShardingStrategy
 from fsdp_wrap._core.torch_private import torch_common_utils, torch_flat_param
-from fsdp_wrap._params import FlatLayout, FlatParameter, HiddenFlatParameter, Where
+from fsdp_wrap._params import FlatParameter, FlatParams, HiddenFlatParameter, Where
 from fsdp_wrap._runtime import Doing, Schedule, Unit, schedule_of
 from fsdp_wrap._state import is_summoned
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -73,14 +73,14 @@ def _given_to(owner: type) -> Callable[[type], type]:
 # flat parameters
 
 
-def _layout_of(param: FlatParameter) -> FlatLayout:
-    layout = None if param.of_layout is None else param.of_layout()
-    if layout is None:
+def _params_of(param: FlatParameter) -> FlatParams:
+    sharded = None if param.of_params is None else param.of_params()
+    if sharded is None:
         raise AttributeError(
             f"this FlatParameter, of '{param._fqns[0]}' and others, is a copy, or its model is gone: read "
             "this from the parameter of a wrapped module"
         )
-    return layout
+    return sharded
 
 
 def _lies_elsewhere(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -88,13 +88,13 @@ def _lies_elsewhere(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _copy_of_full(layout: FlatLayout) -> torch.Tensor:
+def _copy_of_full(sharded: FlatParams) -> torch.Tensor:
     """Returns a copy of the unsharded buffer; an empty tensor while it is freed."""
-    largest = max(layout.leaves, key=torch.Tensor.numel)
+    largest = max(sharded.leaves, key=torch.Tensor.numel)
     if not largest.untyped_storage().size():
         return largest.new_empty(0)
-    full = largest.new_zeros(layout.full_numel)
-    for view, leaf in zip(layout.views(full), layout.leaves):
+    full = largest.new_zeros(sharded.layout.full_numel)
+    for view, leaf in zip(sharded.layout.views(full), sharded.leaves):
         view.copy_(leaf)
     return full
 
@@ -106,7 +106,7 @@ class _FlatParameter(FlatParameter):
     @property
     def _local_shard(self) -> torch.Tensor:
         """The shard: one object until it moves, as programs compare identities."""
-        own = self if self.of_layout is None else _layout_of(self).flat_param
+        own = self if self.of_params is None else _params_of(self).flat_param
         if own.shard_alias is None or _lies_elsewhere(own.shard_alias, own):
             own.shard_alias = own.data
         return own.shard_alias
@@ -114,7 +114,7 @@ class _FlatParameter(FlatParameter):
     @_local_shard.setter
     def _local_shard(self, shard: torch.Tensor) -> None:
         """Replaces the shard, as assigning `.data` does."""
-        own = self if self.of_layout is None else _layout_of(self).flat_param
+        own = self if self.of_params is None else _params_of(self).flat_param
         if shard.shape != own.shape:
             raise ValueError(
                 f"the shard of the FlatParameter of '{own._fqns[0]}' and others has shape "
@@ -127,9 +127,9 @@ class _FlatParameter(FlatParameter):
     @property
     def _mp_shard(self) -> torch.Tensor:
         """An empty tensor of the param dtype: the cast writes into the buffer that is gathered."""
-        layout = _layout_of(self)
-        leaf = layout.leaves[0]
-        if leaf.dtype == layout.dtype:
+        sharded = _params_of(self)
+        leaf = sharded.leaves[0]
+        if leaf.dtype == sharded.dtype:
             raise AttributeError(
                 "a FlatParameter has '_mp_shard' only under MixedPrecision(param_dtype=...) of another dtype"
             )
@@ -138,39 +138,39 @@ class _FlatParameter(FlatParameter):
     @property
     def _full_param_padded(self) -> torch.Tensor:
         """A copy of the unsharded buffer; empty while it is freed."""
-        layout = _layout_of(self)
-        if not layout.sharded:
+        sharded = _params_of(self)
+        if not sharded.layout.sharded:
             raise AttributeError(
                 "a FlatParameter has '_full_param_padded' only where it is sharded, and this one (NO_SHARD) "
                 "is whole"
             )
-        return _copy_of_full(layout)
+        return _copy_of_full(sharded)
 
     @property
     def _shard_param_infos(self) -> tuple[Any, ...]:
-        layout = _layout_of(self)
+        sharded = _params_of(self)
         infos = []
-        for extent in layout.extents:
-            start, stop = extent.within(layout.first, layout.shard_numel)
-            first = layout.first + start - extent.start
+        for extent in sharded.layout.extents:
+            start, stop = extent.within(sharded.layout.first, sharded.layout.shard_numel)
+            first = sharded.layout.first + start - extent.start
             offsets = (start, stop - start, first, first + stop - start - 1) if stop > start else (None,) * 4
             infos.append(torch_flat_param._ShardParamInfo(stop > start, *offsets))
         return tuple(infos)
 
     @property
     def _param_infos(self) -> tuple[Any, ...]:
-        layout = _layout_of(self)
-        firsts = [next(iter(places)) for places in layout.places]
+        sharded = _params_of(self)
+        firsts = [next(iter(places)) for places in sharded.places]
         return tuple(
             torch_flat_param.ParamInfo(name, module, fqn.removesuffix(name).removesuffix("."))
-            for (module, name), fqn in zip(firsts, layout.fqns)
+            for (module, name), fqn in zip(firsts, sharded.layout.fqns)
         )
 
     @property
     def _params(self) -> list[nn.Parameter] | None:
         """The slices in the optimizer; None where it has the flat parameter itself."""
-        layout = _layout_of(self)
-        return None if layout.sources[0] is layout.flat_param else list(layout.sources)
+        sharded = _params_of(self)
+        return None if sharded.sources[0] is sharded.flat_param else list(sharded.sources)
 
 
 # handles
@@ -188,13 +188,13 @@ class FlatHandle:
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} of {', '.join(self._layout.fqns)}"
+        return f"{type(self).__name__} of {', '.join(self._owner.layout.fqns)}"
 
     _unit = property(attrgetter("_wrapper._unit"))
     _segment = property(lambda self: self._unit.handle.segments[self._number])
 
-    _shard = property(attrgetter("_segment.layout.flat_param"))
-    _layout = property(lambda self: _layout_of(self._shard))
+    _shard = property(attrgetter("_segment.params.flat_param"))
+    _owner = property(lambda self: _params_of(self._shard))
 
     @property
     def flat_param(self) -> FlatParameter:
@@ -202,9 +202,9 @@ class FlatHandle:
         shard: FlatParameter = self._shard
         if not (self._segment.full.temporary and _computes(self._unit)):
             return shard
-        full = _copy_of_full(self._layout)[: self._layout.extents[-1].stop]
-        shown = HiddenFlatParameter(full, shard.requires_grad, self._layout.extents)
-        shown.of_layout = shard.of_layout
+        full = _copy_of_full(self._owner)[: self._owner.layout.extents[-1].stop]
+        shown = HiddenFlatParameter(full, shard.requires_grad, self._owner.layout.extents)
+        shown.of_params = shard.of_params
         return shown
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
@@ -255,7 +255,7 @@ class FlatHandle:
 
 def _computes(unit: Unit) -> bool:
     """Whether a unit's forward or backward runs on its full parameters."""
-    unsharded = bool(unit.layouts) and unit.handle.where is Where.FULL
+    unsharded = bool(unit.params) and unit.handle.where is Where.FULL
     return unsharded and unit.doing is not Doing.REST
 
 
@@ -326,7 +326,7 @@ class _Wrapper(FullyShardedDataParallel):
         lambda self: [handle.flat_param for handle in self._flat_handles],
         doc="The unit's `FlatParameter`s; while it computes, copies of what it computes with.",
     )
-    _has_params = property(lambda self: bool(self._unit.layouts))
+    _has_params = property(lambda self: bool(self._unit.params))
 
     @property
     def _handle(self) -> FlatHandle | None:

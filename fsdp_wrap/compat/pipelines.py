@@ -72,7 +72,7 @@ def _leading_to_leaves(module: nn.Module, shows: bool) -> Iterator[None]:
     """
     units = [*dict.fromkeys(units_in(module).values())]
     segments = chain.from_iterable(unit.segments for unit in units)
-    leaves = dict(chain.from_iterable(zip(segment.layout.sources, segment.leaves) for segment in segments))
+    leaves = dict(chain.from_iterable(zip(segment.params.sources, segment.leaves) for segment in segments))
     given = [leaves.get(param, param) for param in module.parameters()]
     vars(module)["parameters"] = lambda: iter(given)
     with ExitStack() as undo:

@@ -106,7 +106,7 @@ def sharded_params_in(model: nn.Module) -> list[ShardedParam]:
 
     A `FlatParameter` is held by pieces: one for each original parameter.
     """
-    flat = [unit for unit in units_in(model).values() if unit.layouts and not _of_dtensors(unit)]
+    flat = [unit for unit in units_in(model).values() if unit.params and not _of_dtensors(unit)]
     owned = owned_places(flat)
     by_key: dict[object, tuple[list[str], list[Place], Any]] = {}
     for fqn, place, param in named(model, params, all_names=True):
@@ -121,7 +121,7 @@ def sharded_params_in(model: nn.Module) -> list[ShardedParam]:
 
 
 def _of_dtensors(unit: Any) -> bool:
-    return any(isinstance(source, DTensor) for layout in unit.handle.layouts for source in layout.sources)
+    return any(isinstance(source, DTensor) for sharded in unit.handle.params for source in sharded.sources)
 
 
 def _sharded_param(names: Sequence[str], places: Iterable[Place], source: Any) -> ShardedParam:

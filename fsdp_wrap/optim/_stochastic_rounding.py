@@ -196,7 +196,7 @@ def _keys(seed: int, step: int, fqn: str) -> tuple[int, int]:
 def _check_params(optimizer: torch.optim.Optimizer, names: Originals) -> None:
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         for original in names.of(param):
-            foreign = original.layout is None and isinstance(param, DTensor)
+            foreign = original.sharded is None and isinstance(param, DTensor)
             if _is_replaced(param) and (foreign or original.interval.part is not None):
                 raise ValueError(
                     f"parameter '{original.fqn}' was distributed before it was sharded, as by tensor "

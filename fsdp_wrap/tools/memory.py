@@ -68,7 +68,7 @@ def is_for_memory(error: BaseException) -> bool:
 def memory_lines(units: Sequence[Unit]) -> Iterator[str]:
     """Yields lines about the units' memory now: in all, by unit that is not only sharded, and the plan."""
     yield f"{_HEADING} (rank {dist.get_rank() if dist.is_initialized() else 0}, {_where(units)}):"
-    rows = [_UnitMemory.of(unit.name, unit.handle) for unit in units if unit.layouts]
+    rows = [_UnitMemory.of(unit.name, unit.handle) for unit in units if unit.params]
     full, gradients, shards = (
         format_bytes(sum(getattr(row, name) for row in rows)) for name in ("full", "gradients", "shards")
     )

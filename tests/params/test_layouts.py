@@ -1,6 +1,6 @@
-"""The contract of `Layout`, and what the three layouts do differently: flat, slices and DTensors.
+"""The contracts of `Layout` and `ShardedParams`, and what flat parameters, slices and DTensors do.
 
-No process is needed: the layouts of all ranks are made here one after the other, and what would travel
+No process is needed: the shards of all ranks are made here one after the other, and what would travel
 between them is put together by hand. All else is tested in one form of a model.
 """
 
@@ -23,11 +23,11 @@ from fsdp_wrap._comm.process_group import Communicator
 from fsdp_wrap._core.modules import ParamPlaces, ParamSlot
 from fsdp_wrap._params import (
     DataMesh,
-    DTensorLayout,
+    DTensorParams,
     FlatParameter,
-    FlatParameterLayout,
-    Layout,
-    SliceLayout,
+    JointParams,
+    ShardedParams,
+    SliceParams,
     segment,
     to_local,
 )
@@ -79,8 +79,8 @@ class Ranks:
         self.size = size
         self.originals = [param.detach() for param in Held(dtype, shapes).parameters()]
         self.modules = [Held(dtype, shapes) for _ in range(size)]
-        self.params = [[*module.parameters()] for module in self.modules]
-        self.layouts: list[Any] = []
+        self.originals_of = [[*module.parameters()] for module in self.modules]
+        self.params: list[Any] = []
         for rank, module in enumerate(self.modules):
             slots = [ParamSlot(name, getattr(module, name), ParamPlaces(module)) for name in shapes]
             for slot in slots:
@@ -88,44 +88,47 @@ class Ranks:
             slots[0].places.add(module.below, "again")
             communicator = OneOf(rank, size) if sharded else OneOf(0, 1)
             with fake_ranks(rank, size):
-                self.layouts.append(_layout(kind, slots, communicator, module, dims, sharded))
+                self.params.append(_sharded(kind, slots, communicator, module, dims, sharded))
 
     @property
     def travelling(self) -> torch.Tensor:
-        buffers = [torch.full((each.shard_numel,), 9.0, dtype=each.dtype) for each in self.layouts]
-        for layout, buffer in zip(self.layouts, buffers):
-            layout.write_shard(buffer)
+        buffers = [torch.full((each.layout.shard_numel,), 9.0, dtype=each.dtype) for each in self.params]
+        for sharded, buffer in zip(self.params, buffers):
+            sharded.write_shard(buffer)
         return torch.cat(buffers)
 
     def reduce(self, grads: Sequence[Sequence[Any]], frozen: bool = False) -> None:
         """Sums gradients of all parameters on all ranks, None for those without, and adds the sums."""
-        buffers = [torch.zeros(layout.numel, dtype=layout.dtype) for layout in self.layouts]
+        buffers = [torch.zeros(sharded.layout.numel, dtype=sharded.dtype) for sharded in self.params]
         used = [[grad is not None for grad in of_rank] for of_rank in grads]
-        for layout, buffer, mine, of_rank in zip(self.layouts, buffers, used, grads):
-            for index, (boxes, grad) in enumerate(zip(layout.parts(buffer), of_rank)):
+        for sharded, buffer, mine, of_rank in zip(self.params, buffers, used, grads):
+            for index, (boxes, grad) in enumerate(zip(sharded.layout.parts(buffer), of_rank)):
                 value = self.originals[index].detach() * 0 - 0.0 if grad is None else grad
-                for box, part in zip(boxes, layout.split(index, value)):
+                for box, part in zip(boxes, sharded.layout.split(index, value)):
                     box.copy_(torch.full_like(part, -0.0) if grad is None else part)
-            layout.note_used(layout.notes(buffer), mine)
+            sharded.layout.note_used(sharded.layout.notes(buffer), mine)
         shards = [each.clone() for each in functools.reduce(operator.add, buffers).chunk(self.size)]
-        for layout, shard, mine in zip(self.layouts, shards, used):
-            layout.add_reduced(shard, layout.used_by_any(shard, mine, frozen))
+        for sharded, shard, mine in zip(self.params, shards, used):
+            asked = [frozen or source.requires_grad for source in sharded.sources]
+            sharded.add_reduced(shard, sharded.layout.used_by_any(shard, mine, asked))
 
     def gradients(self) -> list[Any]:
         pieces = [[each.reshape(-1) for each in of_all if each is not None] for of_all in self._grads()]
         return [torch.cat(each) if each else None for each in pieces]
 
     def _grads(self) -> Iterator[tuple[Any, ...]]:
-        return zip(*(layout.gradients() for layout in self.layouts))
+        return zip(*(sharded.gradients() for sharded in self.params))
 
 
-def _layout(kind: str, slots: Any, communicator: Any, module: Any, dims: Any, sharded: bool) -> Layout:
+def _sharded(
+    kind: str, slots: Any, communicator: Any, module: Any, dims: Any, sharded: bool
+) -> ShardedParams:
     if kind != "dtensor":
-        make = FlatParameterLayout if kind == "flat" else SliceLayout
+        make = JointParams if kind == "flat" else SliceParams
         return make(slots, communicator, name=FLAT, module=module, sharded=sharded, offload=False)
     mesh = DataMesh(DeviceMesh("cpu", torch.arange(dist.get_world_size())), only_copies=not sharded)
     dims = dims or [0] * len(slots)
-    return DTensorLayout(slots, communicator, mesh=mesh, dims=dims, name="", offload=False, pin=False)
+    return DTensorParams(slots, communicator, mesh=mesh, dims=dims, name="", offload=False, pin=False)
 
 
 def shown(module: Any) -> list[Any]:
@@ -142,7 +145,8 @@ def test_the_shards_of_all_ranks_side_by_side_are_what_travels(kind, size):
     shapes = {"even": (size, 3), "other": (2 * size,)} if kind == "even" else SHAPES
     ranks = Ranks(kind if kind in KINDS else "dtensor", size, dims=dims, shapes=shapes)
     travelling = ranks.travelling
-    for layout in ranks.layouts:
+    for sharded in ranks.params:
+        layout = sharded.layout
         assert travelling.numel() == layout.numel == layout.shard_numel * size
         full = layout.unpack(travelling)
         assert (full is travelling) == layout.in_place == (kind in ("flat", "slices") or size == 1)
@@ -157,8 +161,8 @@ def test_the_shards_of_all_ranks_side_by_side_are_what_travels(kind, size):
             (name, torch.Size(shape)) for name, shape in shapes.items()
         ]
         for dtype, given in (
-            (layout.dtype, layout.dtype),
-            (torch.bfloat16, layout.dtype),
+            (sharded.dtype, sharded.dtype),
+            (torch.bfloat16, sharded.dtype),
             (torch.bfloat16,) * 2,
         ):
             packed = torch.full((layout.numel,), 7.0, dtype=dtype)
@@ -184,46 +188,45 @@ NUMELS = {"flat": 10, "slices": 10, "dtensor": 14}  # to the alignment; two note
 @each_kind
 def test_which_elements_a_rank_holds(kind):
     ranks = Ranks(kind, 2, torch.float32, {"weight": (3, 2), "bias": (2,)})
-    for layout, held in zip(ranks.layouts, HELD[kind]):
-        assert [interval.data.tolist() for interval in layout.intervals()] == held
-        assert layout.numel == NUMELS[kind]
-    assert ranks.layouts[0].extents[1].start == 8
-    assert Ranks(kind, 2, torch.bfloat16, {"a": (3,), "b": (2,)}).layouts[0].extents[1].start == 8
+    for sharded, held in zip(ranks.params, HELD[kind]):
+        assert [interval.data.tolist() for interval in sharded.intervals()] == held
+        assert sharded.layout.numel == NUMELS[kind]
+    assert ranks.params[0].layout.extents[1].start == 8
+    assert Ranks(kind, 2, torch.bfloat16, {"a": (3,), "b": (2,)}).params[0].layout.extents[1].start == 8
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @each_kind
 def test_intervals_tell_what_ranks_hold_in_their_order(kind, size):
     ranks = Ranks(kind, size)
-    intervals = [layout.intervals() for layout in ranks.layouts]
+    intervals = [sharded.intervals() for sharded in ranks.params]
     for index, original in enumerate(ranks.originals):
         of_all = [each[index] for each in intervals if each[index].data.numel()]
         assert [each.start for each in of_all[1:]] == [each.stop for each in of_all[:-1]]
         assert sum(each.data.numel() for each in of_all) == original.numel()
         assert all(torch.equal(each[index].own(original), each[index].data) for each in intervals)
-    for rank, (layout, own) in enumerate(zip(ranks.layouts, intervals)):
-        assert [each[rank] for each in layout.held_by_rank()] == [each.data.numel() for each in own]
-        for interval, source, original in zip(own, layout.sources, ranks.originals):
+    for rank, (sharded, own) in enumerate(zip(ranks.params, intervals)):
+        assert [each[rank] for each in sharded.layout.held_by_rank()] == [each.data.numel() for each in own]
+        for interval, source, original in zip(own, sharded.sources, ranks.originals):
             assert interval.source is source and interval.fqn in SHAPES
             like_source = original if kind == "dtensor" else source.detach()
             assert torch.equal(interval.within(like_source), interval.data)
             assert interval.shape == interval.held_shape == SHAPES[interval.fqn]
             interval.data.mul_(2)
-    assert torch.equal(
-        ranks.layouts[0].views(ranks.layouts[0].unpack(ranks.travelling))[0], 2 * ranks.originals[0]
-    )
+    layout = ranks.params[0].layout
+    assert torch.equal(layout.views(layout.unpack(ranks.travelling))[0], 2 * ranks.originals[0])
 
 
 @pytest.mark.parametrize("kind", ["flat", "slices"])
 def test_one_element_takes_no_more_than_itself(kind):
     ranks = Ranks(kind, 2, torch.float32, {"one": (1,)})
-    assert [layout.shard_numel for layout in ranks.layouts] == [1, 1]
-    assert [layout.intervals()[0].data.numel() for layout in ranks.layouts] == [1, 0]
+    assert [sharded.layout.shard_numel for sharded in ranks.params] == [1, 1]
+    assert [sharded.intervals()[0].data.numel() for sharded in ranks.params] == [1, 0]
 
 
 def test_columns_are_no_intervals():
-    layout = Ranks("dtensor", 2, dims=(1, 1, 1, 2, 0, 0)).layouts[0]
-    for ask in (layout.intervals, layout.held_by_rank):
+    sharded = Ranks("dtensor", 2, dims=(1, 1, 1, 2, 0, 0)).params[0]
+    for ask in (sharded.intervals, sharded.layout.held_by_rank):
         with pytest.raises(ValueError, match="'matrix' is cut along dimension 1.*save it as the DTensor"):
             ask()
 
@@ -234,9 +237,9 @@ def test_columns_are_no_intervals():
 @each_kind
 def test_what_modules_show(kind):
     ranks = Ranks(kind, 3)
-    for layout, module, params in zip(ranks.layouts, ranks.modules, ranks.params):
+    for sharded, module, params in zip(ranks.params, ranks.modules, ranks.originals_of):
         assert [*module._parameters] == [*SHAPES, *([FLAT] if kind == "flat" else [])]
-        pieces = layout.pieces(layout.flat_param.data)
+        pieces = sharded.layout.pieces(sharded.flat_param.data)
         for value, param, piece in zip(shown(module), params, pieces):
             assert to_local(param).data_ptr() == piece.data_ptr() or not piece.numel(), "memory is kept"
             assert torch.equal(to_local(value).reshape(-1), piece)
@@ -247,28 +250,28 @@ def test_what_modules_show(kind):
                 assert type(value) is torch.Tensor if kind == "flat" else value is param
         assert shown(module)[0] is module.below.again
         if kind == "flat":
-            assert type(module._parameters[FLAT]) is FlatParameter is type(layout.flat_param)
-            assert layout.flat_param._fqns == tuple(SHAPES)
-            assert layout.flat_param._shapes == (*SHAPES.values(),)
+            assert type(module._parameters[FLAT]) is FlatParameter is type(sharded.flat_param)
+            assert sharded.flat_param._fqns == tuple(SHAPES)
+            assert sharded.flat_param._shapes == (*SHAPES.values(),)
             with pytest.raises(ValueError, match="FlatParameter of 'matrix' and others would never be"):
-                layout.flat_param.register_hook(print)
-        assert layout.display.is_untouched()
-        leaves = layout.make_leaves(layout.unpack(ranks.travelling))
-        layout.display.leaves.show()
+                sharded.flat_param.register_hook(print)
+        assert sharded.display.is_untouched()
+        leaves = sharded.make_leaves(sharded.layout.unpack(ranks.travelling))
+        sharded.display.leaves.show()
         for name, value, leaf, original in zip(SHAPES, shown(module), leaves, ranks.originals):
             assert value is leaf and type(value) is nn.Parameter and torch.equal(value, original)
             assert value.told == f"of {name}" and not value.requires_grad
-        assert module.below.again is leaves[0] and not layout.display.is_untouched()
-        layout.display.show_sharded()
-        layout.display.cover()
-        assert module.below.again is leaves[0] and layout.display.is_untouched()
-        layout.display.uncover()
+        assert module.below.again is leaves[0] and not sharded.display.is_untouched()
+        sharded.display.show_sharded()
+        sharded.display.cover()
+        assert module.below.again is leaves[0] and sharded.display.is_untouched()
+        sharded.display.uncover()
         assert module.below.again is not leaves[0]
         other = nn.Module()
         other.register_parameter("lent", None)
-        layout.add_place(5, (other, "lent"))
+        sharded.add_place(5, (other, "lent"))
         assert other.lent is module.vector
-        layout.display.leaves.show()
+        sharded.display.leaves.show()
         assert other.lent is module.vector is leaves[5]
 
 
@@ -303,32 +306,32 @@ def test_sums_reach_the_shards_of_what_any_rank_has_used(kind, size):
             assert (
                 found is None if name == "cube" and kind != "flat" else torch.equal(found, times * expected)
             )
-    for rank, layout in enumerate(ranks.layouts):
-        present = [source.grad is not None for source in layout.sources]
-        filled = [held[rank] > 0 for held in layout.held_by_rank()]
+    for rank, sharded in enumerate(ranks.params):
+        present = [source.grad is not None for source in sharded.sources]
+        filled = [held[rank] > 0 for held in sharded.layout.held_by_rank()]
         if kind == "flat":
             assert present == [True] * 6
         elif kind == "dtensor":
             assert present == [True, True, True, False, True, True], "also of what this rank has no rows of"
             assert all(
-                source.grad.placements == (Shard(0),) for source in layout.sources if source.grad is not None
+                source.grad.placements == (Shard(0),) for source in sharded.sources if source.grad is not None
             )
         else:
             used = [True, True, True, False, True, True]
             assert present == [*map(operator.and_, used, [*filled[:2], True, *filled[3:]])]
-        written = torch.full((layout.shard_numel,), 9.0, dtype=layout.dtype)
-        layout.write_gradient(written)
-        held = [grad for grad in layout.gradients() if grad is not None]
+        written = torch.full((sharded.layout.shard_numel,), 9.0, dtype=sharded.dtype)
+        sharded.write_gradient(written)
+        held = [grad for grad in sharded.gradients() if grad is not None]
         assert sum(grad.square().sum() for grad in held) == written.square().sum()
         if kind != "dtensor":
-            joint = layout.joint_gradient()
+            joint = sharded.joint_gradient()
             assert torch.equal(joint, written) if any(map(operator.and_, present, filled)) else joint is None
-            assert layout.flat_param.grad is joint or torch.equal(layout.flat_param.grad, written)
+            assert sharded.flat_param.grad is joint or torch.equal(sharded.flat_param.grad, written)
 
 
-def _memories(layout):
+def _memories(sharded):
     """The sum of all gradients, and the number of memories that they lie in."""
-    held = [grad for grad in layout.gradients() if grad is not None and grad.numel()]
+    held = [grad for grad in sharded.gradients() if grad is not None and grad.numel()]
     return {sum(grad.sum().item() for grad in held): len({each.untyped_storage()._cdata for each in held})}
 
 
@@ -336,15 +339,15 @@ def _memories(layout):
 def test_gradients_of_one_reduction_lie_in_one_memory(kind):
     ranks = Ranks(kind, 2)
     ranks.reduce([[torch.ones(shape) for shape in SHAPES.values()]] * 2)
-    for layout in ranks.layouts:
-        total = 2 * sum(map(torch.numel, layout.pieces(layout.flat_param.data)))
-        assert _memories(layout) == {total: 1}
-        filled = [param for param in layout.sharded_params if to_local(param).numel()]
+    for sharded in ranks.params:
+        total = 2 * sum(map(torch.numel, sharded.layout.pieces(sharded.flat_param.data)))
+        assert _memories(sharded) == {total: 1}
+        filled = [param for param in sharded.sharded_params if to_local(param).numel()]
         filled[-1].grad = filled[-1].grad.clone()
         if kind == "slices":
-            assert _memories(layout) == {total: 2}
-            assert layout.joint_gradient().sum() == total
-            assert _memories(layout) == {total: 1}, "they are put together"
+            assert _memories(sharded) == {total: 2}
+            assert sharded.joint_gradient().sum() == total
+            assert _memories(sharded) == {total: 1}, "they are put together"
 
 
 @each_kind
@@ -352,21 +355,21 @@ def test_who_used_what_is_known_where_it_must_be(kind):
     """Nobody asks for what is frozen unless it was used before; notes may be made of what lost them."""
     for frozen in (False, True):
         ranks = Ranks(kind, 2)
-        for source in (source for layout in ranks.layouts for source in layout.sources):
+        for source in (source for sharded in ranks.params for source in sharded.sources):
             source.requires_grad_(kind == "flat")
         ranks.reduce(numbers(2), frozen)
-        told = [layout.gradients()[1] is not None for layout in ranks.layouts]
-        held = [held > 0 for held in ranks.layouts[0].held_by_rank()[1]]
+        told = [sharded.gradients()[1] is not None for sharded in ranks.params]
+        held = [held > 0 for held in ranks.params[0].layout.held_by_rank()[1]]
         if frozen or kind == "flat":
             assert told == (held if kind == "slices" else [True, True])
         else:
             assert not told[0]
-    for layout in ranks.layouts:
-        shard = torch.zeros(layout.shard_numel, dtype=layout.dtype)
+    for sharded in ranks.params:
+        shard = torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype)
         wanted = [True, False, True, True, False, True]
-        layout.note_in_shard(shard, wanted)
-        found = layout.used_by_any(shard, [False] * 6, frozen=True)
-        pieces = [piece.numel() > 0 for piece in layout.pieces(shard)]
+        sharded.layout.note_in_shard(shard, wanted)
+        found = sharded.layout.used_by_any(shard, [False] * 6, [True] * 6)
+        pieces = [piece.numel() > 0 for piece in sharded.layout.pieces(shard)]
         if kind == "flat":
             assert any(found)
         else:
@@ -377,57 +380,59 @@ def test_who_used_what_is_known_where_it_must_be(kind):
 def test_gradients_are_replaced_where_they_change(kind):
     ranks = Ranks(kind, 2)
     ranks.reduce(numbers(2))
-    for layout in ranks.layouts:
-        own = torch.zeros(layout.shard_numel, dtype=layout.dtype)
-        layout.write_gradient(own)
-        before = [source.grad for source in layout.sharded_params]
+    for sharded in ranks.params:
+        own = torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype)
+        sharded.write_gradient(own)
+        before = [source.grad for source in sharded.sharded_params]
         versions = [grad if grad is None else to_local(grad)._version for grad in before]
-        present = [grad is not None for grad in layout.gradients()]
-        layout.read_gradient(own, present)
-        assert [source.grad for source in layout.sharded_params] == before or kind == "dtensor"
-        for source, grad, version in zip(layout.sharded_params, before, versions):
+        present = [grad is not None for grad in sharded.gradients()]
+        sharded.read_gradient(own, present)
+        assert [source.grad for source in sharded.sharded_params] == before or kind == "dtensor"
+        for source, grad, version in zip(sharded.sharded_params, before, versions):
             assert source.grad is grad and (grad is None or to_local(grad)._version == version)
-        layout.read_gradient(2 * own, present)
+        sharded.read_gradient(2 * own, present)
         written = torch.zeros_like(own)
-        layout.write_gradient(written)
+        sharded.write_gradient(written)
         assert torch.equal(written, 2 * own)
-        layout.read_gradient(own, [True, *[False] * 5])
-        assert layout.sharded_params[0].grad is not None or (kind == "slices" and not layout._filled[0])
-        assert all(source.grad is None for source in layout.sharded_params[1:])
-        layout.read_gradient(None, [True] * 6)
-        assert all(source.grad is None for source in layout.sharded_params)
+        sharded.read_gradient(own, [True, *[False] * 5])
+        assert sharded.sharded_params[0].grad is not None or (kind == "slices" and not sharded._filled[0])
+        assert all(source.grad is None for source in sharded.sharded_params[1:])
+        sharded.read_gradient(None, [True] * 6)
+        assert all(source.grad is None for source in sharded.sharded_params)
 
 
 @each_kind
 def test_zeroing_is_told_from_nothing(kind):
-    layout = Ranks(kind, 2).layouts[0]
-    first, *others = layout.sharded_params
+    sharded = Ranks(kind, 2).params[0]
+    first, *others = sharded.sharded_params
     first.requires_grad_(True)
-    layout.mark_unsynced()
-    assert not any(layout.zeroed()) and first.grad is not None, "a mark, by which zeroing is seen"
+    sharded.mark_unsynced()
+    assert not any(sharded.zeroed()) and first.grad is not None, "a mark, by which zeroing is seen"
     for write in (lambda grad: grad.mul_(0.5), lambda grad: grad.add_(1)):  # scaled zeros stay negative
         write(to_local(first.grad))
         with pytest.warns(UserWarning, match=r"^the gradient of '.+' was scaled or written to"):
-            assert not any(layout.zeroed()), "it was written to, and not zeroed"
+            assert not any(sharded.zeroed()), "it was written to, and not zeroed"
     first.grad.zero_()
-    assert layout.zeroed() == ([True] * 6 if kind == "flat" else [True, *[False] * 5])
+    assert sharded.zeroed() == ([True] * 6 if kind == "flat" else [True, *[False] * 5])
     for source in others:
         source.grad = None
-    assert layout.zeroed()[:2] == [True, True]
-    layout.add_reduced(torch.zeros(layout.shard_numel, dtype=layout.dtype), [False] * 6)
+    assert sharded.zeroed()[:2] == [True, True]
+    sharded.add_reduced(torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype), [False] * 6)
     assert all(source.grad is None for source in others)
-    layout.mark_unsynced()
-    for source in layout.sources:
+    sharded.mark_unsynced()
+    for source in sharded.sources:
         source.grad = None
-    assert all(layout.zeroed())
-    layout.add_reduced(torch.zeros(layout.shard_numel, dtype=layout.dtype), [False] * 6)
-    assert all(source.grad is None for source in layout.sources), "what no rank has used has no gradient"
-    layout.mark_partial()
-    marked = [source.grad is not None for source in layout.sources]
-    assert marked == ([True] * 6 if kind == "flat" else [extent.fqn == "empty" for extent in layout.extents])
-    assert not layout.zeroed_partial()
-    layout.sources[2].grad = None
-    assert layout.zeroed_partial()
+    assert all(sharded.zeroed())
+    sharded.add_reduced(torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype), [False] * 6)
+    assert all(source.grad is None for source in sharded.sources), "what no rank has used has no gradient"
+    sharded.mark_partial()
+    marked = [source.grad is not None for source in sharded.sources]
+    assert marked == (
+        [True] * 6 if kind == "flat" else [extent.fqn == "empty" for extent in sharded.layout.extents]
+    )
+    assert not sharded.zeroed_partial()
+    sharded.sources[2].grad = None
+    assert sharded.zeroed_partial()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
@@ -442,32 +447,32 @@ def test_marks_of_all_dtypes_tell_zeroing(dtype):
 
 
 def test_gradients_take_another_dtype_with_their_values():
-    layout = Ranks("dtensor", 2).layouts[0]
-    first, second, *_ = layout.sources
+    sharded = Ranks("dtensor", 2).params[0]
+    first, second, *_ = sharded.sources
     first.grad = torch.full_like(first, 3.0)
-    layout.take_gradients_in(torch.float32)
-    assert second.grad is None and {param.grad_dtype for param in layout.sources} == {torch.float32}
+    sharded.take_gradients_in(torch.float32)
+    assert second.grad is None and {param.grad_dtype for param in sharded.sources} == {torch.float32}
     assert first.grad.dtype == torch.float32 and (to_local(first.grad) == 3).all()
 
 
 def test_data_that_do_not_fit_are_refused():
-    flat, (layout, _) = (Ranks(kind, 2).layouts for kind in ("flat", "slices"))
+    flat, (sharded, _) = (Ranks(kind, 2).params for kind in ("flat", "slices"))
     flat[0].flat_param.data = torch.zeros(3)
     with pytest.raises(ValueError, match=r"FlatParameter of 'matrix' and others .*\(3,\); they must keep"):
         flat[0].follow_replaced()
-    kept = layout.sources[0].data
+    kept = sharded.sources[0].data
     for data, name in ((torch.zeros(2, dtype=torch.float64), "matrix"), (kept.float(), "narrow")):
-        layout.sources[0].data = data
+        sharded.sources[0].data = data
         with pytest.raises(ValueError, match=f"parameter '{name}'.*must keep.*the dtype of 'matrix'"):
-            layout.follow_replaced()
-    layout.sources[0].data = kept.clone().mul_(2)
-    assert layout.follow_replaced() and torch.equal(layout.intervals()[0].data, kept * 2)
+            sharded.follow_replaced()
+    sharded.sources[0].data = kept.clone().mul_(2)
+    assert sharded.follow_replaced() and torch.equal(sharded.intervals()[0].data, kept * 2)
 
 
 def test_a_dtensor_that_is_put_in_the_place_of_another_is_followed():
     ranks = Ranks("dtensor", 2)
-    layout, module = ranks.layouts[0], ranks.modules[0]
-    source = layout.sources[0]
+    sharded, module = ranks.params[0], ranks.modules[0]
+    source = sharded.sources[0]
     plain, low = nn.Parameter(torch.zeros(7, 5).double()), nn.Parameter(source.detach().float())
     for other, said in (
         (plain, "'matrix' was replaced by a Parameter"),
@@ -475,12 +480,12 @@ def test_a_dtensor_that_is_put_in_the_place_of_another_is_followed():
     ):
         module._parameters["matrix"] = other
         with pytest.raises(ValueError, match=said):
-            layout.follow_replaced()
+            sharded.follow_replaced()
     module._parameters["matrix"] = taken = nn.Parameter(source.detach() * 2)
-    assert layout.follow_replaced() and layout.sources[0] is taken is module.below.again
-    assert torch.equal(layout.intervals()[0].data, ranks.originals[0].detach()[:4].reshape(-1) * 2)
+    assert sharded.follow_replaced() and sharded.sources[0] is taken is module.below.again
+    assert torch.equal(sharded.intervals()[0].data, ranks.originals[0].detach()[:4].reshape(-1) * 2)
     module._parameters["matrix"] = None
-    assert not layout.follow_replaced(), "what was removed is refused elsewhere"
+    assert not sharded.follow_replaced(), "what was removed is refused elsewhere"
 
 
 def test_full_memory_is_free_before_that_of_gradients_is_made():

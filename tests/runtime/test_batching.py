@@ -302,7 +302,7 @@ def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size
             model(batch(rank, 2)).square().sum().backward()
         layer = inner(inner(model).layers[2])
         if where == "hook":
-            param = units_of(model)[3].handle.layouts[0].sharded_params[0]
+            param = units_of(model)[3].handle.params[0].sharded_params[0]
             hook = param.register_post_accumulate_grad_hook(fail)
         elif where == "forward":
             hook = layer.register_forward_hook(fail)
@@ -333,7 +333,7 @@ def test_a_unit_that_is_gathered_early_is_as_one_that_travels_alone(rank, world_
             steps(model, rank, range(2))
             last = inner(inner(model).layers[-1]).linear
             before, shown = last.weight, list[Any]()
-            params = list(units_of(model)[-1].handle.layouts[0].sharded_params)
+            params = list(units_of(model)[-1].handle.params[0].sharded_params)
 
             def write(*_: Any, params: Any = params, last: Any = last, shown: Any = shown) -> None:
                 shown.append(last.weight)

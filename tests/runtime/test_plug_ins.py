@@ -70,7 +70,7 @@ def step(model: nn.Module) -> None:
 @pytest.mark.parametrize("together", [0, 1 << 20])
 def test_moments_of_collectives_come_before_the_issue_and_after_the_wait(rank, world_size, front, together):
     model, told = trained(front, together), Told()
-    units = [unit.fqn for unit in units_in(model).values() if unit.layouts]
+    units = [unit.fqn for unit in units_in(model).values() if unit.params]
     with everywhere.having(told):
         step(model)
     announced, gathered, needed = set[str](), set[str](), set[str]()

@@ -109,8 +109,8 @@ def flipped(fault: Fault) -> Callable[[torch.Tensor], torch.Tensor]:
     return apply
 
 
-def pieces_of(layout: Any) -> list[torch.Tensor]:
-    return [each.data for each in layout.intervals() if each.data.numel()]
+def pieces_of(sharded: Any) -> list[torch.Tensor]:
+    return [each.data for each in sharded.intervals() if each.data.numel()]
 
 
 class Fault(PlugIn):
@@ -119,10 +119,10 @@ class Fault(PlugIn):
     def __init__(self, kind: str, unit: Any, draw: random.Random) -> None:
         self.kind, self.unit, self.draw, self.size = kind, unit, draw, 0.0
         self.order = Precedence.VALUES if kind.endswith("sent") else -1
-        self._layout = draw.choice([each for each in unit.layouts if pieces_of(each)] or [None])
+        self._sharded = draw.choice([each for each in unit.params if pieces_of(each)] or [None])
 
     def sees(self, owner: Any, seam: ValueSeam, values: Any) -> None:
-        if self.size or (owner is not self.unit and owner not in self.unit.layouts):
+        if self.size or (owner is not self.unit and owner not in self.unit.params):
             return
         target, again = None, graph_task() != -1
         if seam is ValueSeam.PARAMETERS and self.kind == f"gather, {'back' if again else 'for'}ward":
@@ -130,19 +130,21 @@ class Fault(PlugIn):
             target = self.draw.choice(list(segment.leaves)).data
         elif seam is ValueSeam.OUTPUTS and self.kind == "output" and not again:
             target = values[0]
-        elif seam is ValueSeam.OUTPUTS and self.kind == "shard, in the step" and self._layout is not None:
-            target = self.draw.choice(pieces_of(self._layout))
+        elif seam is ValueSeam.OUTPUTS and self.kind == "shard, in the step" and self._sharded is not None:
+            target = self.draw.choice(pieces_of(self._sharded))
         elif seam is ValueSeam.GRADIENTS and self.kind == "gradient":
             grads = [leaf.grad for each in self.unit.segments for leaf in each.leaves]
             target = self.draw.choice([each for each in grads if each is not None])
         elif seam is ValueSeam.REDUCED and self.kind == "reduced shard":
-            target = self.draw.choice([each for each in owner.pieces(values[0]) if each.numel()] or [None])
+            target = self.draw.choice(
+                [each for each in owner.layout.pieces(values[0]) if each.numel()] or [None]
+            )
         if target is not None:
             self.size = flip(target, self.draw)
 
-    def send(self, layout: Any, full: torch.Tensor) -> None:
-        if not self.size and layout in self.unit.layouts and self.kind == "reduce buffer, sent":
-            parts = [part for several in layout.parts(full) for part in several if part.numel()]
+    def send(self, sharded: Any, full: torch.Tensor) -> None:
+        if not self.size and sharded in self.unit.params and self.kind == "reduce buffer, sent":
+            parts = [part for several in sharded.layout.parts(full) for part in several if part.numel()]
             self.size = flip(self.draw.choice(parts), self.draw)
 
 
@@ -193,8 +195,8 @@ def faulty_step(kind: str, draw: random.Random, model: nn.Module, optimizer: Any
     fault = Fault(kind if here else "", unit, draw)
     if kind == "shard, between steps":  # of the audited step and the next one
         step(model, optimizer)
-        if here and fault._layout is not None:
-            fault.size = flip(draw.choice(pieces_of(fault._layout)), draw)
+        if here and fault._sharded is not None:
+            fault.size = flip(draw.choice(pieces_of(fault._sharded)), draw)
     elif kind.startswith("activation"):
         block = inner(unit.module)
         block.backward = kind != "activation"

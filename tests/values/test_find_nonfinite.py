@@ -182,7 +182,7 @@ class Spoiler(PlugIn):
         if self.done or seam is not self._seam:
             return
         if seam is ValueSeam.REDUCED:
-            if "up.weight" in owner.fqns:
+            if "up.weight" in owner.layout.fqns:
                 self.done = True
                 values[0].view(-1)[8] = NAN  # not in a gap between parameters
         elif owner.fqn == self._unit:

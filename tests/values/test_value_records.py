@@ -204,7 +204,7 @@ class Fault(PlugIn):
     def sees(self, owner: Any, seam: ValueSeam, values: Any) -> None:
         now = self._steps == 2
         if seam is ValueSeam.REDUCED:
-            if now and self._kind == "missing division" and "up.weight" in owner.fqns:
+            if now and self._kind == "missing division" and "up.weight" in owner.layout.fqns:
                 values[0].mul_(dist.get_world_size())
         elif owner.fqn == "blocks.1" and dist.get_rank() == 1:
             (segment,) = owner.handle.segments

@@ -197,8 +197,8 @@ COMPOSABLE: tuple[Any, ...] = (fully_shard, replicate)
 
 
 def offloaded(model: nn.Module) -> bool:
-    (layout,) = (layout for unit in units_in(model).values() for layout in unit.layouts)
-    return layout.offloaded
+    (sharded,) = (sharded for unit in units_in(model).values() for sharded in unit.params)
+    return sharded.offloaded
 
 
 class Told(torch_fsdp.CPUOffloadPolicy):

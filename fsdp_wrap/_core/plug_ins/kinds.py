@@ -65,7 +65,7 @@ class ValueSeam(Enum):
         OUTPUT_GRADIENTS: A gradient has reached an output of a unit.
         INPUT_GRADIENTS: The gradient of an input of a unit is done.
         GRADIENTS: This rank's gradients of a unit are about to leave the leaves.
-        REDUCED: A gradient shard is summed and divided; the owner is its layout.
+        REDUCED: A gradient shard is summed and divided; the owner is its `ShardedParams`.
     """
 
     PARAMETERS = "parameter"

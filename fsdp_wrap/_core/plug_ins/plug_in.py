@@ -298,12 +298,12 @@ class PlugIn:
         """Values pass a seam of the step.
 
         Args:
-            owner: The unit, or the layout.
+            owner: The unit, or its `ShardedParams`.
             seam: Place in the step.
             values: None of `PARAMETERS` and `GRADIENTS`, which the leaves of the unit hold.
         """
 
-    def sends(self, layout: Any, full: torch.Tensor) -> None:
+    def sends(self, sharded: Any, full: torch.Tensor) -> None:
         """A reduce buffer is complete, as it will be sent."""
 
     # of values, which may change
@@ -319,11 +319,11 @@ class PlugIn:
             full: The unsharded gradients of each.
         """
 
-    def averaged(self, layout: Any, reduced: torch.Tensor) -> None:
+    def averaged(self, sharded: Any, reduced: torch.Tensor) -> None:
         """This rank's part of a reduction is summed and divided. No sharded parameter has it yet.
 
-        It may be changed in place. The last `layout.noted_numel` elements are no gradients: they tell which
-        parameters were used.
+        It may be changed in place. The last `sharded.layout.noted_numel` elements are no gradients: they
+        tell which parameters were used.
         """
 
 

@@ -7,8 +7,8 @@ Must never know: handles.
 """
 
 from fsdp_wrap._params.extensions.inner import like_made_of_tensors
-from fsdp_wrap._params.extensions.layout import ExtensionLayout
 from fsdp_wrap._params.extensions.methods import check_extension, is_extension, is_packable
-from fsdp_wrap._params.extensions.packed import PackedLayout
+from fsdp_wrap._params.extensions.packed import PackedParams
 from fsdp_wrap._params.extensions.packing import check_packable, inner_tensors
 from fsdp_wrap._params.extensions.segment import ExtensionSegment
+from fsdp_wrap._params.extensions.sharded_params import ExtensionParams

@@ -1,4 +1,4 @@
-"""`PackedLayout`: frozen tensor subclasses of the wrapper in a flat parameter of bytes."""
+"""`PackedParams`: frozen tensor subclasses of the wrapper in a flat parameter of bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, mark_owned, round_up
-from fsdp_wrap._params.extensions.layout import users_attributes
+from fsdp_wrap._core import ParamSlot, mark_owned
 from fsdp_wrap._params.extensions.packing import Packing
-from fsdp_wrap._params.flat import SliceLayout
-from fsdp_wrap._params.layout import ALIGNMENT_BYTES, Extent, Layout
+from fsdp_wrap._params.extensions.sharded_params import users_attributes
+from fsdp_wrap._params.flat import SliceParams
+from fsdp_wrap._params.sharded_params import ShardedParams
 
 
 @final
-class PackedLayout(SliceLayout):
+class PackedParams(SliceParams):
     """The inner tensors of frozen subclasses, one after the other as bytes.
 
     While sharded, 1-D slices of bytes stand under the parameters' names, whether or not the wrapper uses the
@@ -28,20 +28,15 @@ class PackedLayout(SliceLayout):
         self._packings = [Packing(slot.param.detach()) for slot in slots]
         super().__init__(slots, communicator, **options)
 
-    def _extents_of(self, slots: Sequence[ParamSlot]) -> list[Extent]:
-        result: list[Extent] = []
-        start = 0
-        for slot, packing in zip(slots, self._packings):
-            result.append(Extent(slot.fqn, torch.Size([packing.nbytes]), start))
-            start = round_up(result[-1].stop, ALIGNMENT_BYTES)
-        return result
+    def _shapes_of(self, slots: Sequence[ParamSlot]) -> list[tuple[str, torch.Size]]:
+        return [(slot.fqn, torch.Size([packing.nbytes])) for slot, packing in zip(slots, self._packings)]
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
         self._attributes = [*map(users_attributes, params)]
         self._adopt(self._new_shard(torch.empty(0, dtype=torch.uint8)))
         for index, (param, packing) in enumerate(zip(params, self._packings)):
-            self._pieces[index].copy_(self._own_part(index, packing.packed(param.detach())))
+            self._pieces[index].copy_(self.layout.own_part(index, packing.packed(param.detach())))
         self._stand_for([nn.Parameter(piece, requires_grad=False) for piece in self._pieces])
         self._follow_places()
         self.hide_full()
@@ -55,7 +50,7 @@ class PackedLayout(SliceLayout):
     # leaves
 
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
-        self.memory = [view.data for view in self.views(buffer)]
+        self.memory = [view.data for view in self.layout.views(buffer)]
         if buffer.is_meta:
             self.leaves = [nn.Parameter(tensor, requires_grad=False) for tensor in self.memory]
         else:
@@ -89,13 +84,13 @@ class PackedLayout(SliceLayout):
 
     def _as_shown(self, index: int, param: torch.Tensor) -> torch.Tensor:
         """Makes the subclass from all bytes of it; other tensors are shown as they are."""
-        if type(param) not in (torch.Tensor, nn.Parameter) or param.shape != self.extents[index].shape:
+        if type(param) not in (torch.Tensor, nn.Parameter) or param.shape != self.layout.extents[index].shape:
             return param
         shown = nn.Parameter(self.whole(index, param.detach()), requires_grad=False)
         shown.__dict__.update(self._attributes[index])
         return shown
 
-    show_full = Layout.show_full
+    show_full = ShardedParams.show_full
 
     def shown(self) -> list[nn.Parameter | None]:
         values = [self.taken_apart(index, param) for index, param in enumerate(super().shown())]

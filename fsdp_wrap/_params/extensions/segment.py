@@ -10,7 +10,7 @@ from fsdp_wrap._comm import Buffer, Communicator
 from fsdp_wrap._core import PlugIns, SegmentDtypes, round_up
 from fsdp_wrap._core.torch_private import set_version_counters
 from fsdp_wrap._params.extensions.gathered import Gathered, Several
-from fsdp_wrap._params.extensions.layout import ExtensionLayout
+from fsdp_wrap._params.extensions.sharded_params import ExtensionParams
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES
 from fsdp_wrap._params.parallel import to_local
 from fsdp_wrap._params.segment import Segment
@@ -26,20 +26,20 @@ class ExtensionSegment(Segment):
     buffers is freed and allocated with them.
     """
 
-    layout: ExtensionLayout
+    params: ExtensionParams
 
     def __init__(
         self,
-        layout: ExtensionLayout,
+        params: ExtensionParams,
         dtypes: SegmentDtypes,
         communicator: Communicator,
         contributors: float,
         plug_ins: PlugIns,
     ) -> None:
-        self._values = [Gathered(whole, dtypes.param) for whole in layout.wholes]
+        self._values = [Gathered(whole, dtypes.param) for whole in params.wholes]
         self._is_made = False
         self._own_rows: list[torch.Tensor] = []
-        super().__init__(layout, dtypes, communicator, contributors, plug_ins)
+        super().__init__(params, dtypes, communicator, contributors, plug_ins)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
         nothing = self._communicator.buffer(0, torch.uint8)
@@ -50,7 +50,7 @@ class ExtensionSegment(Segment):
         self._write_from_shard()
 
     def _write_from_shard(self) -> None:
-        self.shard, self.from_host = self.layout.flat_param.data, None
+        self.shard, self.from_host = self.params.flat_param.data, None
         self.write_shard = self._write_inputs
 
     # inputs
@@ -60,7 +60,7 @@ class ExtensionSegment(Segment):
         """Asks the subclasses for their inputs; returns whether leaves are to be made."""
         with torch.inference_mode(False):
             anew = False
-            for values, local, module in zip(self._values, self.layout.locals, self.layout.modules):
+            for values, local, module in zip(self._values, self.params.locals, self.params.modules):
                 if local.device != self._communicator.device:
                     local = local.to(self._communicator.device, non_blocking=True)
                 anew = values.ask(local, module) or anew
@@ -110,16 +110,16 @@ class ExtensionSegment(Segment):
     def _convert(self) -> None:
         """Lets the subclasses make the leaves from the outputs, or fill them."""
         if self._is_made:
-            for values, local, leaf in zip(self._values, self.layout.locals, self.leaves):
+            for values, local, leaf in zip(self._values, self.params.locals, self.leaves):
                 values.again(local, leaf)
             return
-        pairs = zip(self._values, self.layout.locals)
-        self.layout.become([values.first(local) for values, local in pairs])
+        pairs = zip(self._values, self.params.locals)
+        self.params.become([values.first(local) for values, local in pairs])
         if self.dtypes.arriving != self.dtypes.param:
             for leaf in self.leaves:
                 leaf.grad_dtype = self.dtypes.arriving
         self.places = {leaf: index for index, leaf in enumerate(self.leaves)}
-        others = () if self.layout.distributed is None else map(to_local, self.leaves)
+        others = () if self.params.distributed is None else map(to_local, self.leaves)
         self.counted = (*self.leaves, *others)
         self._is_made = True
 

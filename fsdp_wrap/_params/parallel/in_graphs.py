@@ -18,7 +18,7 @@ from fsdp_wrap._params.parallel.local_part import LocalPart
 
 
 class Sharded(Protocol):
-    """A layout, as far as `Redistribution` needs it."""
+    """The owner of sharded parameters, as far as `Redistribution` needs it."""
 
     def sharded_param(self, index: int) -> nn.Parameter:
         """Returns the sharded parameter of an index."""
@@ -32,25 +32,25 @@ class Redistribution:
     """The method `redistribute` of one sharded parameter, which `full_tensor` calls as well.
 
     Attributes:
-        layout: Returns the layout of the parameter; None once it is gone, and in copies.
+        owner: Returns the owner of the parameter; None once it is gone, and in copies.
         index: The parameter's index there.
         part: The part of the parameter that is sharded, if it was distributed before.
     """
 
-    # Tensors with weak references to themselves cannot be swapped, so it has one to the layout.
-    layout: Callable[[], Sharded | None]
+    # Tensors with weak references to themselves cannot be swapped, so it has one to the owner.
+    owner: Callable[[], Sharded | None]
     index: int
     part: LocalPart | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> DTensor:
-        layout = self.layout()
-        if layout is None:
+        owner = self.owner()
+        if owner is None:
             raise RuntimeError("a copy of a sharded parameter has no unit: use param.detach().full_tensor()")
-        param = layout.sharded_param(self.index)
+        param = owner.sharded_param(self.index)
         placements = kwargs.get("placements", args[1] if len(args) > 1 else ()) or [None]
         whole = all(isinstance(placement, Replicate) for placement in placements)
         in_graph = whole and param.requires_grad and torch.is_grad_enabled()
-        leaf = layout.graph_leaf(self.index) if in_graph else None
+        leaf = owner.graph_leaf(self.index) if in_graph else None
         if leaf is None:
             return DTensor.redistribute(param, *args, **kwargs)  # type: ignore[arg-type]
         gathered = DTensor.redistribute(param.detach(), *args, **kwargs)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def _of_a_copy() -> Redistribution:
 
 
 def _nothing() -> None:
-    """Returns None, for the layout of a copy."""
+    """Returns None, for the owner of a copy."""
 
 
 torch.serialization.add_safe_globals([_of_a_copy])

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass
-from fsdp_wrap._params import Layout, ParamHandle, to_local
+from fsdp_wrap._params import ParamHandle, ShardedParams, to_local
 from fsdp_wrap._runtime import handles_of, units_in
 from fsdp_wrap._state.originals import Original, Originals
 
@@ -57,10 +57,10 @@ class HeldGradients:
         self._handles = handles_of(self.units)
         self._segments = [segment for handle in self._handles for segment in handle.segments]
         self.device = next((one.communicator.device for one in self._handles), torch.device("cpu"))
-        sharded = {id(source) for segment in self._segments for source in segment.layout.sources}
+        sharded = {id(source) for segment in self._segments for source in segment.params.sources}
         self._others = [param for param in module.parameters() if id(param) not in sharded]
         self.distributed = any(isinstance(param, DTensor) for param in self._others) or any(
-            segment.layout.distributed is not None for segment in self._segments
+            segment.params.distributed is not None for segment in self._segments
         )
         self._homes = _homes([*self._handles, None])
         self._blocks = self._blocks_of(self._handles)
@@ -72,7 +72,7 @@ class HeldGradients:
 
         Units' own parameters are only counted: the next forward refuses any other in their place.
         """
-        owned = {place for segment in self._segments for places in segment.layout.places for place in places}
+        owned = {place for segment in self._segments for places in segment.params.places for place in places}
         self._counted, watched = list[dict[str, Any]](), list[dict[str, Any]]()
         for one in module.modules():
             watched.append(one._modules)
@@ -99,7 +99,7 @@ class HeldGradients:
     def params(self) -> Iterator[nn.Parameter]:
         """Yields all parameters, as the optimizer sees them; some more than once."""
         for segment in self._segments:
-            yield from segment.layout.sources
+            yield from segment.params.sources
         yield from self.replicated
 
     def widest_dtype(self) -> torch.dtype:
@@ -107,7 +107,7 @@ class HeldGradients:
         dtypes = {segment.dtypes.grad for segment in self._segments}
         dtypes |= {param.dtype for param in self.replicated}
         if len(dtypes) != 1:  # else asking each parameter would change nothing
-            trained = (one for one in self._segments if any(map(_TRAINS, one.layout.sources)))
+            trained = (one for one in self._segments if any(map(_TRAINS, one.params.sources)))
             dtypes = {segment.dtypes.grad for segment in trained}
             dtypes |= {param.dtype for param in self.replicated if param.requires_grad}
         return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
@@ -128,7 +128,7 @@ class HeldGradients:
             for over, of_ranks in blocks.items()
         }
         for handle in handles if self.distributed else ():
-            layouts = [layout for layout in handle.layouts if layout.distributed is not None]
+            layouts = [sharded for sharded in handle.params if sharded.distributed is not None]
             for over, grads in gradients_by_ranks(handle, layouts, self._homes[handle]).items():
                 parts.setdefault(over, []).extend(grads)
         # Also where this rank has no part, or no gradient: others may have.
@@ -142,12 +142,12 @@ class HeldGradients:
         return over_of(param) if isinstance(param, DTensor) else self._homes[None]
 
     def _blocks_of(self, handles: Iterable[ParamHandle]) -> dict[Over, list[_Blocks]]:
-        kinds: dict[tuple[Over, bool], list[Layout]] = {}
+        kinds: dict[tuple[Over, bool], list[ShardedParams]] = {}
         for handle in handles:
-            for layout in handle.layouts:
-                if layout.distributed is None:
-                    of_dtensors = any(isinstance(source, DTensor) for source in layout.sources)
-                    kinds.setdefault((self._homes[handle], of_dtensors), []).append(layout)
+            for sharded in handle.params:
+                if sharded.distributed is None:
+                    of_dtensors = any(isinstance(source, DTensor) for source in sharded.sources)
+                    kinds.setdefault((self._homes[handle], of_dtensors), []).append(sharded)
         blocks: dict[Over, list[_Blocks]] = {}
         for (over, of_dtensors), layouts in kinds.items():
             blocks.setdefault(over, []).append(_Blocks(layouts, of_dtensors))
@@ -155,48 +155,48 @@ class HeldGradients:
 
     def _each(self) -> Iterator[tuple[Original, torch.Tensor | None]]:
         """Yields the parameters with this rank's parts of their gradients."""
-        gradients = {segment.layout: segment.layout.gradients() for segment in self._segments}
+        gradients = {segment.params: segment.params.gradients() for segment in self._segments}
         for original in Originals(self._module()).by_name.values():
-            if original.layout in gradients:
-                yield original, gradients[original.layout][original.index]
+            if original.sharded in gradients:
+                yield original, gradients[original.sharded][original.index]
             elif not original.owned and not is_owned(original.source):
                 yield original, _strided(original.source)
 
     def named(self) -> dict[Over, Named]:
         """Returns all parameters with local parts of their gradients, by the ranks that hold the rest."""
         overs = {
-            layout: overs_of(handle, layout, self._homes[handle])
+            sharded: overs_of(handle, sharded, self._homes[handle])
             for handle in self._handles
-            for layout in handle.layouts
+            for sharded in handle.params
         }
         by_over: dict[Over, Named] = {}
         for original, grad in self._each():
-            of_layout = None if original.layout is None else overs[original.layout]
+            of_layout = None if original.sharded is None else overs[original.sharded]
             over = self._over_of(original.source) if of_layout is None else of_layout[original.index]
             by_over.setdefault(over, []).append((original, grad))
         return by_over
 
 
 def gradients_by_ranks(
-    handle: ParamHandle, layouts: Iterable[Layout], home: Over | None = None
+    handle: ParamHandle, layouts: Iterable[ShardedParams], home: Over | None = None
 ) -> dict[Over, list[torch.Tensor]]:
     """Groups layouts' non-empty local gradients by the ranks that hold the rest; a group may be empty."""
     by_over: dict[Over, list[torch.Tensor]] = {}
-    for layout in layouts:
-        for over, grad in zip(overs_of(handle, layout, home), layout.gradients()):
+    for sharded in layouts:
+        for over, grad in zip(overs_of(handle, sharded, home), sharded.gradients()):
             held = by_over.setdefault(over, [])
             if grad is not None and grad.numel():
                 held.append(grad)
     return by_over
 
 
-def overs_of(handle: ParamHandle, layout: Layout, home: Over | None = None) -> list[Over]:
+def overs_of(handle: ParamHandle, sharded: ShardedParams, home: Over | None = None) -> list[Over]:
     """Returns, for each original parameter of a layout, the ranks that hold it between them.
 
     `home` is a wider group for those of no other mesh; None for the unit's.
     """
-    cut = Over(handle.communicator if layout.sharded and handle.communicator.size > 1 else None)
-    parts = layout.distributed or [None] * len(layout.fqns)
+    cut = Over(handle.communicator if sharded.layout.sharded and handle.communicator.size > 1 else None)
+    parts = sharded.distributed or [None] * len(sharded.layout.fqns)
     return [home or cut if part is None else cut._replace(mesh=(part.mesh, part.cut_dims)) for part in parts]
 
 
@@ -220,15 +220,15 @@ class _Blocks:
     parameters lie in theirs. Comparing all addresses at once takes a fraction of the time of asking layouts.
     """
 
-    def __init__(self, layouts: Sequence[Layout], of_dtensors: bool) -> None:
+    def __init__(self, layouts: Sequence[ShardedParams], of_dtensors: bool) -> None:
         self._gradient_of = _GRAD_LOCAL if of_dtensors else _GRAD
         held = [
-            [param for param in dict.fromkeys(layout.sources) if to_local(param).numel()]
-            for layout in layouts
+            [param for param in dict.fromkeys(sharded.sources) if to_local(param).numel()]
+            for sharded in layouts
         ]
         self._params = [*chain.from_iterable(held)]
-        filled = [(layout, params) for layout, params in zip(layouts, held) if params]
-        shards = [layout.flat_param for layout, _ in filled]
+        filled = [(sharded, params) for sharded, params in zip(layouts, held) if params]
+        shards = [sharded.flat_param for sharded, _ in filled]
         self._counts = [len(params) for _, params in filled]
         self._firsts = [*accumulate(self._counts, initial=0)][:-1]
         self._numels = [shard.numel() for shard in shards]

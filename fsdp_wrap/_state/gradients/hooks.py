@@ -166,7 +166,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
         refuse_unsharded(module, "register_comm_hook()")
     require_root(units[0], "register_comm_hook()")
     require_idle(units, "register_comm_hook()")
-    owning = [(unit, unit.handle) for unit in units if unit.layouts]
+    owning = [(unit, unit.handle) for unit in units if unit.params]
     for unit, handle in owning:
         _check_unit(unit, handle)
         _check_hook(hook, unit, handle)

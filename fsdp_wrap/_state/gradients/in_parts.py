@@ -19,15 +19,15 @@ class NormInParts:
     def __init__(self, handles: Iterable[ParamHandle]) -> None:
         self._overs: dict[Over, None] = {}
         for handle in handles:
-            for layout in handle.layouts:
-                self._overs |= dict.fromkeys(overs_of(handle, layout))
+            for sharded in handle.params:
+                self._overs |= dict.fromkeys(overs_of(handle, sharded))
             self._device = handle.communicator.device
         self._powers: dict[Over, torch.Tensor] = {}
 
     @torch.no_grad()
     def add(self, handle: ParamHandle) -> None:
         """Adds this rank's part of a unit's gradients."""
-        for over, grads in gradients_by_ranks(handle, handle.layouts).items():
+        for over, grads in gradients_by_ranks(handle, handle.params).items():
             if grads:
                 of_unit = power(by_kind(grads), _P, grads[0].device)
                 self._powers[over] = self._powers[over] + of_unit if over in self._powers else of_unit

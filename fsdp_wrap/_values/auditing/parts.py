@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._params import Layout, Segment
+from fsdp_wrap._params import Layout, Segment, ShardedParams
 from fsdp_wrap._runtime import Unit
 from fsdp_wrap._values.auditing.corruption import GATHER, REDUCTION, SHARD, UPDATE, Corruption
 from fsdp_wrap._values.finding import first_true, index_at
@@ -50,9 +50,14 @@ class AuditedSegment:
     key: Key
 
     @property
+    def sharded(self) -> ShardedParams:
+        """The segment's sharded parameters."""
+        return self.unit.params[self.key.segment]
+
+    @property
     def layout(self) -> Layout:
-        """The segment's layout."""
-        return self.unit.layouts[self.key.segment]
+        """Where they lie."""
+        return self.sharded.layout
 
     @property
     def segment(self) -> Segment:
@@ -66,7 +71,7 @@ class AuditedSegment:
 
     def own_sums(self, dtype: torch.dtype) -> Sums:
         """Returns sums over this rank's part of a gathered buffer, from its shard; 0 between parameters."""
-        layout, shard = self.layout, self.layout.flat_param.detach()
+        layout, shard = self.layout, self.sharded.flat_param.detach()
         own = torch.zeros(layout.shard_numel, dtype=dtype, device=shard.device)
         for target, source in zip(layout.pieces(own), layout.pieces(shard)):
             target.copy_(source)
@@ -104,13 +109,13 @@ class AuditedSegment:
         return Corruption(rank, step, phase, self.key.unit, f"{what} of '{element.fqn}'", told, **fields)
 
 
-def parts_of(units: Mapping[str, Unit]) -> dict[Layout, AuditedSegment]:
-    """Returns the part of each layout; not of those whose numbers tensor subclasses have."""
+def parts_of(units: Mapping[str, Unit]) -> dict[ShardedParams, AuditedSegment]:
+    """Returns the part of each segment; not of those whose numbers tensor subclasses have."""
     return {
-        layout: AuditedSegment(unit, Key(name, number))
+        sharded: AuditedSegment(unit, Key(name, number))
         for name, unit in units.items()
-        for number, layout in enumerate(unit.layouts)
-        if not layout.extended
+        for number, sharded in enumerate(unit.params)
+        if not sharded.extended
     }
 
 

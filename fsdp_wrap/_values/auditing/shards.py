@@ -47,8 +47,8 @@ class Shards:
     def look(self) -> None:
         """Looks at all shards."""
         parts = parts_of(self._units)
-        self._written = {part.key: layout.written() for layout, part in parts.items()}
-        self.looks = {part.key: part.own_sums(layout.dtype) for layout, part in parts.items()}
+        self._written = {part.key: sharded.written() for sharded, part in parts.items()}
+        self.looks = {part.key: part.own_sums(sharded.dtype) for sharded, part in parts.items()}
 
     def take(self, name: str, where: str) -> None:
         """Takes sums over the parts of a unit's full parameters, in the forward or backward."""
@@ -56,7 +56,7 @@ class Shards:
         for number, segment in enumerate(unit.segments):
             part, layout = AuditedSegment(unit, Key(name, number)), segment.layout
             lends = segment.gradients.buffer is segment.full  # gradients have taken its place
-            if layout.extended or part.communicator.size == 1 or lends:
+            if segment.params.extended or part.communicator.size == 1 or lends:
                 continue
             if part.key not in self.sent:
                 self.sent[part.key] = part.own_sums(segment.dtypes.param)

@@ -10,7 +10,7 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from fsdp_wrap._params import Layout
+from fsdp_wrap._params import ShardedParams
 from fsdp_wrap._runtime import Schedule, Unit
 from fsdp_wrap._values import files
 from fsdp_wrap._values.auditing.corruption import SHARD, UPDATE, Corruption, causes
@@ -67,7 +67,7 @@ class TreeAudit(Reader):
         self._stepped = self._trains = self._begun = False
         self._leader: ref[torch.optim.Optimizer] | None = None
         self._others = WeakSet[torch.optim.Optimizer]()  # that have stepped since the leader has
-        self._parts: dict[Layout, AuditedSegment] = {}
+        self._parts: dict[ShardedParams, AuditedSegment] = {}
         self._owners: dict[int, AuditedSegment] = {}
         self._twice, self._drawn = Twice(schedule.device), ""
         self._cannot: set[str] = set()
@@ -178,7 +178,7 @@ class TreeAudit(Reader):
     def _begin_step(self) -> None:
         self._begun = True
         self._owners = {
-            id(param): part for layout, part in self._parts.items() for param in layout.sharded_params
+            id(param): part for sharded, part in self._parts.items() for param in sharded.sharded_params
         }
         self._shards.look()
         names = [
@@ -201,13 +201,15 @@ class TreeAudit(Reader):
         elif seam == files.OUTPUT:
             self._twice.take_outputs(self._units[unit], [piece.data for piece in pieces])
 
-    def reduced(self, unit: str, layout: Layout, shard: torch.Tensor, pieces: Iterable[Piece]) -> None:
-        if self._looks_on and layout in self._parts:
-            self._reductions.take(self._parts[layout], shard)
+    def reduced(
+        self, unit: str, sharded: ShardedParams, shard: torch.Tensor, pieces: Iterable[Piece]
+    ) -> None:
+        if self._looks_on and sharded in self._parts:
+            self._reductions.take(self._parts[sharded], shard)
 
-    def sends(self, layout: Layout, full: torch.Tensor) -> None:
-        if self._looks_on and layout in self._parts:
-            self._reductions.send(self._parts[layout], full)
+    def sends(self, sharded: ShardedParams, full: torch.Tensor) -> None:
+        if self._looks_on and sharded in self._parts:
+            self._reductions.send(self._parts[sharded], full)
 
     def end(self, schedule: Schedule) -> None:
         if self._begun and all_here(schedule):

@@ -221,13 +221,13 @@ class Twice:
 def can_be_twice(unit: Unit) -> bool:
     """Whether a unit can be computed again on its own: no units, hooks or foreign parameters inside."""
     handle = unit.handle
-    if not unit.layouts or unit.companions or unit.tied_to is not None or unit.parts:
+    if not unit.params or unit.companions or unit.tied_to is not None or unit.parts:
         return False
     if len({*units_in(unit.module).values()}) > 1 or handle.shown.state is not Showing.SHARDED:
         return False
-    if any(layout.extended or layout.distributed is not None for layout in unit.layouts):
+    if any(sharded.extended or sharded.distributed is not None for sharded in unit.params):
         return False
-    own = {id(param) for layout in unit.layouts for param in (layout.flat_param, *layout.sharded_params)}
+    own = {id(param) for sharded in unit.params for param in (sharded.flat_param, *sharded.sharded_params)}
     shown = [param for param in unit.module.parameters() if id(param) not in own]
     for module in unit.module.modules():
         hooked = any(getattr(module, name, None) for name in _HOOKS)
@@ -305,9 +305,9 @@ def _as_it_was(call: _Forward) -> Iterator[dict[str, nn.Parameter]]:
             for copied, leaf in zip(shown, segment.leaves):
                 vars(copied).update(vars(leaf))
             by_name.update(zip(segment.layout.fqns, shown))
-            display = segment.layout.display
+            display = segment.params.display
             undo.callback(display.leaves.show if leaves else display.show_sharded)
-            segment.layout.show(shown)
+            segment.params.show(shown)
         for kind, enabled, dtype in call.autocasts:
             undo.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         call.random.restore()

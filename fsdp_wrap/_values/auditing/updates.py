@@ -82,7 +82,7 @@ class RepeatedUpdate:
             return None
         part = before.part
         (first,), count = first_different(updated.reshape(-1), expected.reshape(-1))
-        first += (updated.data_ptr() - part.layout.flat_param.data_ptr()) // updated.element_size()
+        first += (updated.data_ptr() - part.sharded.flat_param.data_ptr()) // updated.element_size()
         told = f"{type(before.optimizer).__name__}, computed again from the same numbers, gives others"
         return part.corruption(rank, step, UPDATE, told, part.element_at(first), count=count)
 

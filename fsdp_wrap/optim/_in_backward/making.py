@@ -66,7 +66,7 @@ def step_in_backward(
             differentiable, or needs a closure.
         RuntimeError: Inside a forward or backward.
     """
-    units = [unit for unit in dict.fromkeys(units_in(model).values()) if unit.layouts]
+    units = [unit for unit in dict.fromkeys(units_in(model).values()) if unit.params]
     _check(model, units, max_norm, clip_value)
     params = _trained(model, units)
     optimizer = make_optimizer(params)
@@ -153,14 +153,14 @@ def _check_scaler(scaler: GradScaler | None, params: Iterable[nn.Parameter]) -> 
 
 def _lane(units: Iterable[Unit], in_thread: bool | None) -> HostLane | None:
     """Returns the lane for updates beside the backward, or None."""
-    layouts = [layout for unit in units for layout in unit.layouts]
+    params = [sharded for unit in units for sharded in unit.params]
     device = next(handle.communicator.device for handle in handles_of(units))
     accelerator = accelerator_of(device)
-    shards = [layout.flat_param.data for layout in layouts]
+    shards = [sharded.flat_param.data for sharded in params]
     on_host = all(accelerator is None or accelerator.is_on_host(shard) for shard in shards)
     if in_thread and not on_host:
         raise ValueError(
             "in_thread=True needs all shards in host memory: offload the parameters of all units"
         )
-    offloaded = all(layout.offloaded for layout in layouts)
+    offloaded = all(sharded.offloaded for sharded in params)
     return host_lane_of(device) if (offloaded and on_host if in_thread is None else in_thread) else None

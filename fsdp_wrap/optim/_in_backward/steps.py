@@ -406,7 +406,7 @@ class UnitUpdates(PlugIn):
         if not complete:
             return
         begun, reduced = self._end()
-        left = [unit for unit in reduced if unit.layouts and not unit.handle.keeps_gradients]
+        left = [unit for unit in reduced if unit.params and not unit.handle.keeps_gradients]
         for unit in left:
             self._note(unit)
         if begun:
@@ -441,4 +441,4 @@ steps_of: MutableMapping[torch.optim.Optimizer, weakref.ref[BackwardSteps]] = We
 
 def sharded_params(unit: Unit) -> list[nn.Parameter]:
     """Returns the sharded parameters of a unit."""
-    return [param for layout in unit.layouts for param in layout.sharded_params]
+    return [param for sharded in unit.params for param in sharded.sharded_params]

@@ -353,8 +353,8 @@ def _mesh_of(ranks_per_replica: int | None) -> DeviceMesh:
 
 def _allocate(model: nn.Module, mesh: DeviceMesh) -> None:
     """Gives parameters on the meta device memory: on the mesh's device, or on the host if offloaded."""
-    layouts = [layout for unit in units_in(model).values() for layout in unit.layouts if layout.offloaded]
-    on_host = {id(param) for layout in layouts for param in layout.sharded_params}
+    params = [sharded for unit in units_in(model).values() for sharded in unit.params if sharded.offloaded]
+    on_host = {id(param) for sharded in params for param in sharded.sharded_params}
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else mesh.device_type)

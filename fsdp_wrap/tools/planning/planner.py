@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_wrap._comm import PlannedRounds, planned_rounds, resize_watchers
 from fsdp_wrap._core import everywhere, tells_keywords
 from fsdp_wrap._core.torch_private import clear_sharding_caches, pytree
-from fsdp_wrap._params import Layout, to_local
+from fsdp_wrap._params import ShardedParams, to_local
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap.tools.planning import figures
 from fsdp_wrap.tools.planning.fake_device import FakeDevice
@@ -205,7 +205,7 @@ class _Planner:
     def _assign(self) -> None:
         """Tells the ledger the storages of parameters, gradients and optimizer state."""
         params = [*self._model.parameters()]
-        params += [layout.flat_param for unit in self._units.values() for layout in unit.layouts]
+        params += [sharded.flat_param for unit in self._units.values() for sharded in unit.params]
         grads = [param.grad for param in params if param.grad is not None]
         state = pytree.tree_leaves([dict(optimizer.state) for optimizer in self._optimizers])
         self._ledger.assign(map(to_local, params), figures.SHARDS)
@@ -278,15 +278,15 @@ class _Planner:
         )
 
     def _unit(self, name: str, unit: Unit, prediction: Prediction) -> UnitPlan:
-        layouts = unit.layouts
+        params = unit.params
         wire = Counter[str]()
         for collective in self._recorder.collectives:
             if name in collective.units:
                 wire[collective.kind] += round(collective.received * self._share(name, collective.units))
         return UnitPlan(
             name=name,
-            parameters=sum(map(_full_numel, layouts)),
-            shard_bytes=sum(layout.shard_numel * layout.dtype.itemsize for layout in layouts),
+            parameters=sum(map(_full_numel, params)),
+            shard_bytes=sum(sharded.layout.shard_numel * sharded.dtype.itemsize for sharded in params),
             gathered_bytes=gathered_bytes(unit),
             gathers=self._recorder.gather_counts[name],
             reductions=self._recorder.reductions[name],
@@ -294,9 +294,9 @@ class _Planner:
             activation_bytes=self._recorder.activations[name],
             wire_bytes=dict(wire),
             padding_bytes=sum(
-                layout.padding_numel * layout.dtype.itemsize
-                for layout in layouts
-                if layout.alignment is not None
+                sharded.layout.padding_numel * sharded.dtype.itemsize
+                for sharded in params
+                if sharded.layout.alignment is not None
             ),
             **prediction.of_unit(name),
         )
@@ -310,12 +310,12 @@ class _Planner:
         live = self._ledger.live
         offloaded = [record for record in live if self._ledger.on_host(record)]
         saved = [record for record in live if record.kind in (figures.SHARDS, figures.OPTIMIZER_STATE)]
-        layouts = [layout for unit in self._units.values() for layout in unit.layouts]
+        params = [sharded for unit in self._units.values() for sharded in unit.params]
         return HostMemory(
             offloaded=sum(record.nbytes for record in offloaded),
             pinned=sum(record.nbytes for record in offloaded if record.pinned),
             peak=history.peak.nbytes,
-            loading=sum(layout.dtype.itemsize * _full_numel(layout) for layout in layouts),
+            loading=sum(sharded.dtype.itemsize * _full_numel(sharded) for sharded in params),
             checkpoint=sum(record.nbytes for record in saved),
         )
 
@@ -353,8 +353,8 @@ def _checked(made: Any) -> tuple[nn.Module, list[Any], Callable[[], object]]:
     return model, optimizers, step
 
 
-def _full_numel(layout: Layout) -> int:
-    return sum(extent.shape.numel() for extent in layout.extents)
+def _full_numel(sharded: ShardedParams) -> int:
+    return sum(extent.shape.numel() for extent in sharded.layout.extents)
 
 
 def _without_zeros(held: dict[str, int]) -> dict[str, int]:

@@ -320,7 +320,7 @@ class _Levels:
 def _communication(span: Span, kind: str) -> tuple[tuple[str, ...], str, tuple[int, ...]]:
     """Returns the dtypes of a transfer, the way that it takes, and its ranks."""
     handle = span.owners[0].handle
-    if not handle.layouts:  # the module was freed since
+    if not handle.params:  # the module was freed since
         return (), "", ()
     communicator, reduces = handle.communicator, kind == REDUCE
     members = communicator.members

@@ -1,4 +1,4 @@
-"""`ExtensionLayout`: parameters whose tensors are subclasses with their own all-gather inputs."""
+"""`ExtensionParams`: parameters whose tensors are subclasses with their own all-gather inputs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import MixedPrecisionPolicy, ParamSlot, ShardAlignment
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
-from fsdp_wrap._params.dtensor import DTensorLayout
+from fsdp_wrap._params.dtensor import DTensorParams
 from fsdp_wrap._params.extensions.inner import InnerTensors, copied
 from fsdp_wrap._params.extensions.methods import Whole, plain, says_nothing
-from fsdp_wrap._params.layout import Written
 from fsdp_wrap._params.parallel import DataMesh, to_local
+from fsdp_wrap._params.sharded_params import Written
 
 _MARK = "_is_param"  # torch's mark on parameters of other classes than its own
 
 
-class ExtensionLayout(DTensorLayout):
+class ExtensionParams(DTensorParams):
     """Parameters, each cut along its first dimension; the parts stay tensors of the subclass.
 
-    Gradients are plain tensors, as in any `DTensorLayout`. An empty tensor of the same dtype and device
+    Gradients are plain tensors, as in any `DTensorParams`. An empty tensor of the same dtype and device
     stands for the flat shard.
 
     Args:
-        mp_policy: Dtypes, for the subclasses' methods; the others as in `DTensorLayout`.
+        mp_policy: Dtypes, for the subclasses' methods; the others as in `DTensorParams`.
     """
 
     extended = True
@@ -50,8 +50,8 @@ class ExtensionLayout(DTensorLayout):
         names = mesh.mesh.mesh_dim_names
         shards = mesh.mesh if mesh.mesh.ndim == 1 or names is None else mesh.mesh[names[-1]]
         self.wholes = [
-            Whole(cut.fqn, shards, cut.shape, mp_policy, cut.chunk, self._ranks, inner)
-            for cut, inner in zip(self.extents, self._inners)
+            Whole(cut.fqn, shards, cut.shape, mp_policy, cut.chunk, self.layout.ranks, inner)
+            for cut, inner in zip(self.layout.extents, self._inners)
         ]
 
     @property
@@ -79,15 +79,15 @@ class ExtensionLayout(DTensorLayout):
 
         With methods, only operations are used that subclasses implement for torch's `fully_shard`.
         """
-        cut, full = self.extents[index], param.detach()
-        rows = cut.rows(self._rank)
+        cut, full = self.layout.extents[index], param.detach()
+        rows = cut.rows(self.layout.rank)
         if says_nothing(param):
-            inner, own = InnerTensors.cut(cut.fqn, full, (cut.first_row(self._rank), rows))
+            inner, own = InnerTensors.cut(cut.fqn, full, (cut.first_row(self.layout.rank), rows))
             return inner, self._placed_own(own)
-        chunks = torch.chunk(full, self._ranks, dim=0)
+        chunks = torch.chunk(full, self.layout.ranks, dim=0)
         own = full.new_zeros(chunks[0].size())
         if rows:
-            own.narrow(0, 0, rows).copy_(chunks[self._rank])
+            own.narrow(0, 0, rows).copy_(chunks[self.layout.rank])
         return None, self._placed_own(own).narrow(0, 0, rows)
 
     def _placed_own(self, own: torch.Tensor) -> torch.Tensor:
@@ -127,23 +127,23 @@ class ExtensionLayout(DTensorLayout):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
-            f"parameter '{self.fqns[0]}' is a {type(self.locals[0]).__name__}, whose values are no plain "
-            "numbers that could be shown or saved piece by piece: use the DTensor that state_dict() of its "
-            "module has"
+            f"parameter '{self.layout.fqns[0]}' is a {type(self.locals[0]).__name__}, whose values are no "
+            "plain numbers that could be shown or saved piece by piece: use the DTensor that state_dict() of "
+            "its module has"
         )
 
-    intervals = held_by_rank = write_shard = read_shard = _refuse
+    intervals = write_shard = read_shard = _refuse
 
-    # buffers
+    def plain_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        return plain(super().plain_gradient(grad))
 
-    def split(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return super().split(index, plain(tensor))
+    # leaves
 
     def make_leaves(self, buffer: torch.Tensor) -> list[nn.Parameter]:
         """Makes placeholders for the leaves until the first values are gathered; see `become`."""
         # The memory of subclasses is their own affair.
-        self.memory = [torch.empty(cut.shape, dtype=self.dtype, device="meta") for cut in self.extents]
-        self.leaves = [*map(self._leaf, range(len(self.extents)), self.memory)]
+        self.memory = [torch.empty(cut.shape, dtype=self.dtype, device="meta") for cut in self.layout.extents]
+        self.leaves = [*map(self._leaf, range(len(self.layout.extents)), self.memory)]
         self._follow_places()
         return self.leaves
 
@@ -155,7 +155,7 @@ class ExtensionLayout(DTensorLayout):
 
     def become(self, unsharded: Sequence[torch.Tensor]) -> None:
         """Makes the leaves from full tensors of the subclasses; `requires_grad` is the placeholders'."""
-        for index, (tensor, cut) in enumerate(zip(unsharded, self.extents)):
+        for index, (tensor, cut) in enumerate(zip(unsharded, self.layout.extents)):
             if tensor.size() != cut.shape:  # it has padding
                 tensor = torch.as_strided(tensor, cut.shape, self.wholes[index].stride, 0)
             leaf = self._leaf(index, tensor)
