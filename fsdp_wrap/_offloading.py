@@ -84,8 +84,8 @@ class Offloading(PlugIn):
         before = self._arriving[-1] if self._arriving else None
         if before is not None:
             for sharded in before.params:
-                sharded.release_arriving()
-            if any(sharded.has_hooks for sharded in before.params):
+                sharded.gradients.release_arriving()
+            if any(sharded.gradients.has_hooks for sharded in before.params):
                 add = before.handle.take_arriving()
                 if add is not None:
                     add()
@@ -96,15 +96,15 @@ class Offloading(PlugIn):
         self._recall()
         self._await_copies()
         for sharded in self._arriving_params():
-            sharded.release_arriving()
-            sharded.take_arriving()()
+            sharded.gradients.release_arriving()
+            sharded.gradients.take_arriving()()
 
     def dropped(self, step: Any) -> None:
         """Drops copies and gradients that a failed backward left."""
         self._recall()
         for sharded in self._arriving_params():
-            sharded.release_arriving()
-            sharded.take_arriving()
+            sharded.gradients.release_arriving()
+            sharded.gradients.take_arriving()
 
     def _arriving_params(self) -> list[ShardedParams]:
         """Returns the parameters whose gradients are on their way; from now on none is."""

@@ -18,10 +18,44 @@ from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta
 from fsdp_wrap._params.chunks import ChunkLayout, Cut, only_rows
 from fsdp_wrap._params.layout import alignment_of
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, to_local
+from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap._params.sharded_params import Interval, ShardedParams, Written, named_shapes
 
 _LOCAL, _VERSION = operator.attrgetter("_local_tensor"), operator.attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
+
+
+class DTensorGradients(ShardGradients):
+    """The gradients of `DTensor`s, each with a dtype that may be another than its parameter's."""
+
+    _specs: Sequence[DTensorSpec]
+    _dtype: torch.dtype | None = None
+
+    def take_specs(self, specs: Sequence[DTensorSpec]) -> None:
+        """Takes mesh, placements and shape of each gradient from its parameter's."""
+        self._specs = specs if self._dtype is None else [_in_dtype(spec, self._dtype) for spec in specs]
+
+    def follow(
+        self, sources: Sequence[nn.Parameter], params: Sequence[nn.Parameter], shard: torch.Tensor
+    ) -> None:
+        super().follow(sources, params, shard)
+        if self._dtype is not None:
+            self.take_dtype(self._dtype)
+
+    def take_dtype(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.take_specs(self._specs)
+        for param in self._params:
+            grad, param.grad = param.grad, None
+            param.grad_dtype = dtype
+            if grad is not None:
+                param.grad = grad.to(dtype)
+
+
+def _in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    assert spec.tensor_meta is not None
+    shape, stride, _ = spec.tensor_meta
+    return DTensorSpec(spec.mesh, spec.placements, TensorMeta(shape, stride, dtype))
 
 
 class DTensorParams(ShardedParams):
@@ -42,6 +76,8 @@ class DTensorParams(ShardedParams):
     """
 
     layout: ChunkLayout
+    gradients: DTensorGradients
+    _gradients_kind = DTensorGradients
 
     def __init__(
         self,
@@ -61,7 +97,6 @@ class DTensorParams(ShardedParams):
             alignment=alignment,
         )
         super().__init__(name, layout, slots, communicator, offload, pin, mesh.part_of)
-        self._grad_dtype: torch.dtype | None = None
         self._placed = [
             (*mesh.placed(part, cut.dim), _whole(cut, part)) for cut, part in zip(layout.extents, self._parts)
         ]
@@ -73,7 +108,6 @@ class DTensorParams(ShardedParams):
         self.resident = shard.data if resides else None
         self.flat_param = nn.Parameter(shard, requires_grad=False)
         self._specs = self._specs_in(self.dtype)
-        self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
 
     def _specs_in(self, dtype: torch.dtype) -> list[DTensorSpec]:
         return [
@@ -86,7 +120,6 @@ class DTensorParams(ShardedParams):
         self.sources = self.sharded_params = [
             nn.Parameter(shard, requires_grad=param.requires_grad) for shard, param in zip(shards, originals)
         ]
-        self._updated = [True] * len(self.sources)
         self._show_pieces()
 
     def _show_pieces(self) -> None:
@@ -98,8 +131,8 @@ class DTensorParams(ShardedParams):
             mark_owned(param)
             part = self._parts[index]
             param.redistribute = Redistribution(this, index, part)  # type: ignore[attr-defined]
-            if self._grad_dtype is not None:
-                _set_grad_dtype(param, self._grad_dtype)
+        self.gradients.take_specs(self._specs)
+        self.gradients.follow(self.sources, self.sharded_params, self._shard)
 
     def sharded_param(self, index: int) -> nn.Parameter:
         """Returns the sharded parameter of an index."""
@@ -122,16 +155,6 @@ class DTensorParams(ShardedParams):
             for cut, piece, source, part in zip(self.layout.extents, self._pieces, self.sources, self._parts)
             for first in [only_rows(cut).first_row(self.layout.rank) * cut.shape[1:].numel()]
         ]
-
-    # gradients
-
-    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        return self.layout.cut(shard)
-
-    def take_gradients_in(self, dtype: torch.dtype) -> None:
-        self._grad_dtype, self._grad_specs = dtype, self._specs_in(dtype)
-        for param in self.sources:
-            _set_grad_dtype(param, dtype)
 
     # changes by users, and copies
 
@@ -177,13 +200,6 @@ def _whole(cut: Cut, part: LocalPart | None) -> tuple[torch.Size, tuple[int, ...
     if part is not None:
         return part.shape, part.stride
     return cut.shape, torch.empty(cut.shape, device="meta").stride()
-
-
-def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
-    grad, param.grad = param.grad, None
-    param.grad_dtype = dtype
-    if grad is not None:
-        param.grad = grad.to(dtype)
 
 
 def _check_replaced(cut: Cut, spec: DTensorSpec, param: nn.Parameter, first: nn.Parameter, rank: int) -> None:

@@ -20,6 +20,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, ShardAlignment, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
 from fsdp_wrap._params.layout import Extent, FlatLayout, alignment_of
+from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap._params.sharded_params import Interval, ShardedParams, named_shapes
 
 
@@ -142,17 +143,94 @@ class ParamsRef(weakref.ref["FlatParams"]):
 class HiddenFlatParameter(FlatParameter):
     """A `FlatParameter` that no optimizer sees; its gradient consists of its slices' gradients."""
 
+    def _gradients(self) -> JointGradients | SliceGradients | None:
+        params: Any = None if self.of_params is None else self.of_params()
+        return None if params is None else params.gradients
+
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient of the shard, with the slices' gradients as views; zeros for missing ones."""
-        params = None if self.of_params is None else self.of_params()
-        return None if params is None else params.joint_gradient()
+        gradients = self._gradients()
+        return None if gradients is None else gradients.joint()
 
     @grad.setter
     def grad(self, grad: torch.Tensor | None) -> None:
-        params = None if self.of_params is None else self.of_params()
-        if params is not None:
-            params.read_gradient(grad, [grad is not None] * len(params.places))
+        gradients = self._gradients()
+        if gradients is not None:
+            gradients.replace(grad, [grad is not None] * len(self._fqns))
+
+
+class JointGradients(ShardGradients):
+    """The gradient of a `FlatParameter`: one for all original parameters."""
+
+    def _cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        return [shard]
+
+    def _updated(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [any(used)]
+
+    def pieces(self) -> list[torch.Tensor | None]:
+        grad = self._params[0].grad
+        return [None] * len(self._sources) if grad is None else [*self._layout.pieces(grad)]
+
+    def joint(self) -> torch.Tensor | None:
+        """Returns the gradient shard; None without one."""
+        return self._params[0].grad
+
+
+class SliceGradients(ShardGradients):
+    """The gradients of slices of a shard."""
+
+    _layout: FlatLayout
+    _aside: Sequence[torch.Tensor | None] | None = None  # while full parameters are shown
+
+    def set_aside(self) -> None:
+        """Takes the gradients away while the sharded parameters have the data of full ones."""
+        self._aside = [param.grad for param in self._params]  # in the shapes of the slices
+        for param in self._params:
+            param.grad = None
+
+    def take_back(self) -> None:
+        """Undoes `set_aside`, if it was called."""
+        for param, grad in zip(self._params, self._aside or ()):
+            param.grad = grad
+        self._aside = None
+
+    def _updated(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [*map(operator.and_, used, self._layout.updated)]
+
+    def joint(self) -> torch.Tensor | None:
+        """Returns the gradient shard with the sharded parameters' gradients as views; None without any.
+
+        It may be a copy while gradients wait for a reduction, or parameters are shown in full.
+        """
+        grads = self._aside or self.pieces()
+        present = self._present(grads)
+        if not present:
+            return None
+        around = self._shard_around(present)
+        joint = present[0][0].new_zeros(self._layout.shard_numel) if around is None else around
+        for param, grad, piece in zip(self._params, grads, self._layout.pieces(joint)):
+            if grad is None:
+                piece.zero_()
+            elif around is None:
+                piece.copy_(grad)
+                if not self._marks and self._aside is None:
+                    param.grad = piece
+        return joint
+
+    def _present(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
+        """Returns the gradients of non-empty slices, each with its first element in the shard."""
+        pairs = zip(grads, self._layout.bounds)
+        return [(grad, start) for grad, (start, stop) in pairs if grad is not None and stop > start]
+
+    def _shard_around(self, grads: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
+        """Returns the shard that all given gradients are views of, each at its place; None without one."""
+        shard = grads[0][0]._base if grads else None
+        if shard is None or shard.numel() != self._layout.shard_numel:
+            return None
+        begin, size = shard.data_ptr(), shard.element_size()
+        return shard if all(grad.data_ptr() == begin + start * size for grad, start in grads) else None
 
 
 class FlatParams(ShardedParams):
@@ -223,15 +301,6 @@ class FlatParams(ShardedParams):
             result.append(Interval(extent.fqn, shape, first, data, source, offset, extent.start, part))
         return result
 
-    # gradients
-
-    def joint_gradient(self) -> torch.Tensor | None:
-        """Returns the gradient shard with the sharded parameters' gradients as views; None without any.
-
-        It may be a copy while gradients wait for a reduction, or parameters are shown in full.
-        """
-        return self.flat_param.grad
-
     # changes from outside
 
     def follow_replaced(self) -> bool:
@@ -249,7 +318,8 @@ class FlatParams(ShardedParams):
             )
         self.flat_param.data = shard
         self._lie_in(shard)
-        for param, data in zip(self.sharded_params, self.cut(shard)):
+        self.gradients.follow(self.sources, self.sharded_params, shard)
+        for param, data in zip(self.sharded_params, [shard] if self._joint else self._pieces):
             param.data = data
             if param.grad is not None:
                 grad, param.grad = param.grad, None
@@ -265,17 +335,12 @@ class JointParams(FlatParams):
     """The optimizer sees the `FlatParameter` alone; under the original names stand plain slices of it."""
 
     _joint = True
+    _gradients_kind = JointGradients
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)
         self.sources, self.sharded_params = [self.flat_param] * len(self.places), [self.flat_param]
-        self._updated = [True]
-
-    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        return [shard]
-
-    def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
-        return [any(used)]
+        self.gradients.follow(self.sources, self.sharded_params, self._shard)
 
     def _stand_ins(self) -> Sequence[torch.Tensor]:
         return self._pieces
@@ -293,10 +358,6 @@ class JointParams(FlatParams):
         show_extra(self.module, self.name, self.flat_param)
         super().hide_full()
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        grad = self.flat_param.grad
-        return [None] * len(self.sources) if grad is None else [*self.layout.pieces(grad)]
-
     def _go_to(self, shard: torch.Tensor) -> None:
         super()._go_to(shard)
         self._follow_places()
@@ -313,19 +374,14 @@ class SliceParams(FlatParams):
     is made meanwhile holds the right objects.
     """
 
+    gradients: SliceGradients
     _kind = HiddenFlatParameter
-
-    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        return self.layout.cut(shard)
+    _gradients_kind = SliceGradients
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)
         self.sources = self.sharded_params = originals
-        self._filled = [stop > start for start, stop in self.layout.bounds]
-        self._updated = [
-            filled or not extent.shape.numel() for filled, extent in zip(self._filled, self.layout.extents)
-        ]
-        self._grads: list[torch.Tensor | None] | None = None  # while `sources` are shown in full
+        self.gradients.follow(originals, originals, self._shard)
 
     def _lie_in(self, shard: torch.Tensor) -> None:
         super()._lie_in(shard)
@@ -337,10 +393,9 @@ class SliceParams(FlatParams):
         if copies:
             self.show(params)
             return
-        self._grads = [param.grad for param in self.sources]  # in the shapes of the slices
+        self.gradients.set_aside()
         shown: list[nn.Parameter] = []
         for source, param, part in zip(self.sources, params, self._parts):
-            source.grad = None
             if part is None:
                 source.data = param.data
             shown.append(source if part is None else param)  # a plain parameter cannot hold a `DTensor`
@@ -350,45 +405,7 @@ class SliceParams(FlatParams):
         for param, piece in zip(self.sources, self._pieces):
             param.data = piece
         self.display.show_sharded()
-        if self._grads is not None:
-            for param, grad in zip(self.sources, self._grads):
-                param.grad = grad
-            self._grads = None
-
-    # gradients
-
-    def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
-        # An empty slice has nothing to update, but plain optimizers keep state of an empty parameter.
-        return [*map(operator.and_, used, self._updated)]
-
-    def joint_gradient(self) -> torch.Tensor | None:
-        grads = self._grads or self.gradients()
-        present = self._present(grads)
-        if not present:
-            return None
-        around = self._shard_around(present)
-        joint = present[0][0].new_zeros(self.layout.shard_numel) if around is None else around
-        for source, grad, piece in zip(self.sources, grads, self.layout.pieces(joint)):
-            if grad is None:
-                piece.zero_()
-            elif around is None:
-                piece.copy_(grad)
-                if not self._marks and self._grads is None:
-                    source.grad = piece
-        return joint
-
-    def _present(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
-        """Returns the gradients of non-empty slices, each with its first element in the shard."""
-        pairs = zip(grads, self.layout.bounds)
-        return [(grad, start) for grad, (start, stop) in pairs if grad is not None and stop > start]
-
-    def _shard_around(self, grads: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
-        """Returns the shard that all given gradients are views of, each at its place; None without one."""
-        shard = grads[0][0]._base if grads else None
-        if shard is None or shard.numel() != self.layout.shard_numel:
-            return None
-        begin, size = shard.data_ptr(), shard.element_size()
-        return shard if all(grad.data_ptr() == begin + start * size for grad, start in grads) else None
+        self.gradients.take_back()
 
     # changes from outside
 
@@ -400,7 +417,7 @@ class SliceParams(FlatParams):
             return False
         self._check_replaced()
         shard = self._shard.to(self.sources[0].dtype, copy=True)
-        for param, piece, new in zip(self.sources, self._pieces, self.cut(shard)):
+        for param, piece, new in zip(self.sources, self._pieces, self.layout.cut(shard)):
             if param.data_ptr() != piece.data_ptr() or param.numel() != piece.numel():
                 new.copy_(param.data)
         self._go_to(shard)

@@ -89,7 +89,7 @@ class Gradients:
         self.partial: torch.Tensor | None = None
         self.average_over(contributors)
         if dtypes.grad != dtypes.master:
-            params.take_gradients_in(dtypes.grad)
+            params.gradients.take_dtype(dtypes.grad)
 
     @property
     def waits(self) -> bool:
@@ -102,13 +102,13 @@ class Gradients:
         if self.waits_for_replicas:
             return True
         return self.kept and any(
-            filled and not zeroed for filled, zeroed in zip(self.used, self._params.zeroed())
+            filled and not zeroed for filled, zeroed in zip(self.used, self._params.gradients.zeroed())
         )
 
     @property
     def waits_for_replicas(self) -> bool:
         """Whether a sum over this copy's ranks is kept that the user has not zeroed."""
-        return self.partial is not None and not self._params.zeroed_partial()
+        return self.partial is not None and not self._params.gradients.zeroed_partial()
 
     def average_over(self, contributors: float) -> None:
         """Divides gradients by another number of ranks.
@@ -258,7 +258,7 @@ class Gradients:
     def keep_partial(self, shard: torch.Tensor) -> None:
         """Keeps a sum over this copy's ranks only for the next reduction."""
         self.partial = shard
-        self._params.mark_partial()
+        self._params.gradients.mark_partial()
         self.unreduced, self._waited = False, True
         self.drop()
 
@@ -277,7 +277,7 @@ class Gradients:
             act(params, ValueSeam.REDUCED, [reduced])
         self.unreduced = self._waited = False
         self.drop()
-        (params.send_to_host if params.offloaded else params.add_reduced)(reduced, used)
+        (params.gradients.send_to_host if params.offloaded else params.gradients.add)(reduced, used)
 
     def _used_by_any(self, shard: torch.Tensor, used: Sequence[bool]) -> Sequence[bool]:
         """Returns for each leaf whether any rank has used it, by the notes in a reduced shard."""
@@ -291,13 +291,13 @@ class Gradients:
         self.unreduced = self._waited = True
         if self.collected:
             self.kept = True
-            self._params.mark_unsynced()
+            self._params.gradients.mark_unsynced()
 
     def forget_zeroed(self) -> None:
         """Drops accumulated gradients that the user has zeroed on the sharded parameters since."""
-        if self.partial is not None and self._params.zeroed_partial():
+        if self.partial is not None and self._params.gradients.zeroed_partial():
             self.partial = None
-        for index, zeroed in enumerate(self._params.zeroed()):
+        for index, zeroed in enumerate(self._params.gradients.zeroed()):
             self.used[index] = self.used[index] and not zeroed
 
     def drop(self) -> None:

@@ -554,7 +554,7 @@ class ParamHandle:
     @property
     def awaits_gradients(self) -> bool:
         """Whether reduced gradients are on their way to the host."""
-        return any(sharded.awaits_gradients for sharded in self.params)
+        return any(sharded.gradients.arriving for sharded in self.params)
 
     def take_arriving(self) -> Callable[[], None] | None:
         """Hands over the reduced gradients that are on their way to the host, if there are any.
@@ -565,7 +565,9 @@ class ParamHandle:
         accelerator = accelerator_of(self.communicator.device)
         if accelerator is None or not self.awaits_gradients:
             return None
-        return partial(_add_arrived, accelerator, [sharded.take_arriving() for sharded in self.params])
+        return partial(
+            _add_arrived, accelerator, [sharded.gradients.take_arriving() for sharded in self.params]
+        )
 
     def collect_gradients(self) -> None:
         """Moves the leaves' gradients into the reduce buffers, to which more may be added."""

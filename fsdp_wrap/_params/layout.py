@@ -216,6 +216,7 @@ class FlatLayout(Layout):
         first: Index of this rank's first element.
         bounds: For each original parameter, the (start, stop) of this rank's piece in its shard.
         begins: The first elements of these pieces, in their parameters.
+        updated: Whether this rank has anything to update: not where it has none of a parameter's elements.
     """
 
     def __init__(
@@ -243,6 +244,10 @@ class FlatLayout(Layout):
         self.begins = [
             self.first + start - extent.start if stop > start else 0
             for extent, (start, stop) in zip(extents, self.bounds)
+        ]
+        # Plain optimizers keep state of an empty parameter.
+        self.updated = [
+            stop > start or not extent.shape.numel() for extent, (start, stop) in zip(extents, self.bounds)
         ]
         self._firsts = [_firsts_of_pieces(extent, shard_numel) for extent in extents]  # of all ranks
         with torch.inference_mode(False):

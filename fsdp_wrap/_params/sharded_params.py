@@ -8,22 +8,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._comm import Communicator, FromHost, ToHost, accelerator_of, await_arrivals
-from fsdp_wrap._core import HOOKS_OF, ParamPlaces, ParamSlot, Place, run_gradient_hooks
-from fsdp_wrap._core.torch_private import DTensorSpec
+from fsdp_wrap._comm import Communicator, FromHost, accelerator_of
+from fsdp_wrap._core import ParamPlaces, ParamSlot, Place
 from fsdp_wrap._params.layout import Layout
-from fsdp_wrap._params.parallel import LocalPart, dtensor_of, to_local
+from fsdp_wrap._params.parallel import LocalPart, to_local
+from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap._params.showing import SegmentDisplay
 from fsdp_wrap._params.side_data import SideData, side_data_of
-from fsdp_wrap._params.zero_marks import GradientMarks
 
 Written = tuple[list[int], list[int]]
 """Version counters and addresses of tensors."""
@@ -139,6 +137,7 @@ class ShardedParams(ABC):
         memory: The tensors that alias the unsharded buffer: the leaves, or their local parts.
         distributed: The distributed part of each original parameter; None where none is distributed.
         side_data: What each original parameter keeps beside its tensor; None for most.
+        gradients: The reduced gradients on the sharded parameters.
     """
 
     dtype: torch.dtype  # master dtype
@@ -149,8 +148,7 @@ class ShardedParams(ABC):
     reads = 0  # calls of `read_shard`, alike on all ranks
     extended = False  # whether tensor subclasses give the tensors to gather, and make the leaves
     resident: torch.Tensor | None = None  # the unsharded buffer, where it is the shard, always in memory
-    _grad_specs: Iterable[DTensorSpec | None] = repeat(None)  # of gradients that are `DTensor`s
-    _updated: Sequence[bool]  # the sharded parameters that get a gradient where all are used
+    _gradients_kind: ClassVar[type[ShardGradients]] = ShardGradients
     _shard: torch.Tensor
     _pieces: list[torch.Tensor]
 
@@ -178,8 +176,7 @@ class ShardedParams(ABC):
         self.offloaded = offload and self._accelerator is not None
         self.side_data = [side_data_of(slot.fqn, slot.param) for slot in slots]
         self._attributes = [*map(_attributes_of, slots, parts, self.side_data)]
-        self._marks = GradientMarks()
-        self._arriving: list[tuple[ToHost, Sequence[bool]]] = []
+        self.gradients = self._gradients_kind(layout, self._accelerator, self._allocate)
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         """Copies this rank's parts of the original parameters, and shows the sharded ones."""
@@ -334,10 +331,6 @@ class ShardedParams(ABC):
         self.reads += 1  # no version counter moves: the values may be the same
         self._shard.data.copy_(own.data)
 
-    @abstractmethod
-    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts a tensor of the shard's size into a view for each sharded parameter, in its shape."""
-
     # module attributes
 
     def show(self, params: Sequence[torch.Tensor]) -> None:
@@ -376,132 +369,6 @@ class ShardedParams(ABC):
         """Prepares the display anew, after places or tensors have changed."""
         self.display = SegmentDisplay(self.layout.fqns, self.places, self._stand_ins(), self.leaves)
 
-    # gradients
-
-    def add_reduced(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
-        """Adds a reduced gradient shard to the sharded parameters' gradients.
-
-        Args:
-            reduced: The shard, 1-D, in the gradients' dtype.
-            used: For each original parameter, whether any rank contributed to its gradient. Without a
-                contribution it gets none, so that optimizers pass over it as they do on a plain module.
-        """
-        if self._marks:
-            self._marks.take_away()
-        if self._accelerator is not None:
-            reduced = self._accelerator.beside(reduced, self._shard)
-        pieces, used = self.cut(reduced), self._having_gradients(used) if False in used else self._updated
-        for param, piece, spec, by_any in zip(self.sharded_params, pieces, self._grad_specs, used):
-            if by_any:
-                if param.grad is None:
-                    param.grad = piece if spec is None else dtensor_of(piece, spec)
-                else:
-                    to_local(param.grad).add_(piece)
-        if any(map(HOOKS_OF, self.sharded_params)):
-            run_gradient_hooks(self.sharded_params, used)
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether sharded parameters have hooks of users on their gradients."""
-        return any(map(HOOKS_OF, self.sharded_params))
-
-    def send_to_host(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
-        """Begins to copy a reduced shard to the host, for `add_arrived`."""
-        accelerator = self._accelerator
-        if accelerator is not None and accelerator.is_on_host(self._shard):
-            self._arriving.append((ToHost(accelerator, reduced, self._allocate), used))
-        else:  # a user has moved the shard
-            self.add_reduced(reduced, used)
-
-    def release_arriving(self) -> None:
-        """Frees the device's memory of gradients that are on their way to the host."""
-        for arriving, _ in self._arriving:
-            arriving.release()
-
-    @property
-    def awaits_gradients(self) -> bool:
-        """Whether gradients are on their way to the host."""
-        return bool(self._arriving)
-
-    def take_arriving(self) -> Callable[[], None]:
-        """Hands over the gradients on their way to the host; returns what adds them, once they have come."""
-        arriving, self._arriving = self._arriving, []
-        return functools.partial(self._add_arrived, arriving)
-
-    def _add_arrived(self, arrived: Sequence[tuple[ToHost, Sequence[bool]]]) -> None:
-        for to_host, used in arrived:
-            self.add_reduced(to_host.values, used)
-
-    def _having_gradients(self, used: Sequence[bool]) -> Sequence[bool]:
-        """Returns which sharded parameters have gradients if these original ones have."""
-        return used
-
-    def take_gradients_in(self, dtype: torch.dtype) -> None:
-        """Sets the dtype of the sharded parameters' gradients, other than their own."""
-        for param in self.sharded_params:
-            param.grad_dtype = None
-
-    def mark_unsynced(self) -> None:
-        """Marks the sharded parameters' gradients, for `zeroed`."""
-        if self._arriving and self._accelerator is not None:  # to add them later would take the marks away
-            await_arrivals(self._accelerator)
-            self.take_arriving()()
-        self._marks.put(self.sharded_params)
-
-    def zeroed(self) -> list[bool]:
-        """Returns for each leaf whether its gradient was zeroed since `mark_unsynced`."""
-        return self._marks.zeroed(self.sources, self.layout.fqns)
-
-    def mark_partial(self) -> None:
-        """Marks the gradient of the smallest parameter, for `zeroed_partial`.
-
-        A missing gradient gets zeros: a mark for each would take as much memory as the sums that are kept.
-        """
-        self._marks.put(param for param, _ in self._smallest_trained())
-
-    def zeroed_partial(self) -> bool:
-        """Whether the gradient that `mark_partial` has marked was zeroed since."""
-        smallest = self._smallest_trained()
-        return any(self._marks.zeroed([param for param, _ in smallest], [fqn for _, fqn in smallest]))
-
-    def _smallest_trained(self) -> Sequence[tuple[nn.Parameter, str]]:
-        """Returns the smallest trained parameter and its name, if there is one."""
-        params = zip(
-            self.sources, self.layout.fqns, self.layout.extents
-        )  # sizes of slices differ between ranks
-        trained = [(extent.shape.numel(), param, fqn) for param, fqn, extent in params if param.requires_grad]
-        return [min(trained, key=itemgetter(0))[1:]] if trained else []
-
-    def write_gradient(self, out: torch.Tensor) -> None:
-        """Copies this rank's shard of the gradient to `out`, with zeros where there is none."""
-        out.zero_()
-        for param, piece in zip(self.sharded_params, self.cut(out)):
-            if param.grad is not None:
-                piece.copy_(to_local(param.grad))
-
-    def read_gradient(self, own: torch.Tensor | None, present: Sequence[bool]) -> None:
-        """Replaces the sharded parameters' gradients.
-
-        Args:
-            own: This rank's part of the unsharded gradient; None where no parameter has one.
-            present: For each original parameter, whether it has one. Gradients that would not change are
-                left untouched, so that `zeroed` does not take a write for the user's.
-        """
-        pieces = [None] * len(self.sharded_params) if own is None else self.cut(own)
-        for param, piece, wanted in zip(self.sharded_params, pieces, self._having_gradients(present)):
-            if piece is None or not wanted:
-                param.grad = None
-                continue
-            if param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=param.grad_dtype or piece.dtype)
-            held = to_local(param.grad)
-            if not torch.equal(held, piece.to(held)):
-                held.copy_(piece)
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Returns this rank's piece of each original parameter's gradient; None without a gradient."""
-        return [None if param.grad is None else to_local(param.grad) for param in self.sources]
-
     # changes by users, and copies
 
     @abstractmethod
@@ -535,7 +402,7 @@ class ShardedParams(ABC):
         `memo` of `copy.deepcopy` then leads from the old sharded parameters to the new ones.
         """
         new = copy(self)
-        new._marks, new._arriving, new._owner = GradientMarks(), [], None
+        new.gradients, new._owner = self.gradients.copied(), None
         new.side_data = deepcopy(self.side_data, memo)
         new._attributes = [
             attributes if side is None else side.attributes

@@ -52,7 +52,7 @@ class SummonedSegment:
         self._before = self._values.state() if how.tells_edits else None
         self._have_grads = self._where_grads() if how.with_grads else []
         if any(self._have_grads):
-            self._grads.collect(sharded.write_gradient)
+            self._grads.collect(sharded.gradients.write_to)
         self._params = [
             sharded.parameter(index, shown, source.requires_grad)
             for index, (shown, source) in enumerate(zip(self._values.shown, sharded.sources))
@@ -106,7 +106,7 @@ class SummonedSegment:
             have_grads = self._have_grads
             for communicator in (self._communicator, self._replicas) if self._how.rank0_only else ():
                 have_grads = communicator.broadcast_object(have_grads)
-            self._sharded.read_gradient(self._grads.own_part() if any(have_grads) else None, have_grads)
+            self._sharded.gradients.replace(self._grads.own_part() if any(have_grads) else None, have_grads)
 
 
 def _check_fits(what: str, given: torch.Tensor, edited: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from fsdp_wrap._params import (
     segment,
     to_local,
 )
-from fsdp_wrap._params.zero_marks import GradientMarks
+from fsdp_wrap._params.shard_gradients import GradientMarks
 from params.fake_ranks import fake_ranks
 
 SHAPES = {
@@ -110,14 +110,14 @@ class Ranks:
         shards = [each.clone() for each in functools.reduce(operator.add, buffers).chunk(self.size)]
         for sharded, shard, mine in zip(self.params, shards, used):
             asked = [frozen or source.requires_grad for source in sharded.sources]
-            sharded.add_reduced(shard, sharded.layout.used_by_any(shard, mine, asked))
+            sharded.gradients.add(shard, sharded.layout.used_by_any(shard, mine, asked))
 
     def gradients(self) -> list[Any]:
         pieces = [[each.reshape(-1) for each in of_all if each is not None] for of_all in self._grads()]
         return [torch.cat(each) if each else None for each in pieces]
 
     def _grads(self) -> Iterator[tuple[Any, ...]]:
-        return zip(*(sharded.gradients() for sharded in self.params))
+        return zip(*(sharded.gradients.pieces() for sharded in self.params))
 
 
 def _sharded(
@@ -320,18 +320,17 @@ def test_sums_reach_the_shards_of_what_any_rank_has_used(kind, size):
             used = [True, True, True, False, True, True]
             assert present == [*map(operator.and_, used, [*filled[:2], True, *filled[3:]])]
         written = torch.full((sharded.layout.shard_numel,), 9.0, dtype=sharded.dtype)
-        sharded.write_gradient(written)
-        held = [grad for grad in sharded.gradients() if grad is not None]
+        sharded.gradients.write_to(written)
+        held = [grad for grad in sharded.gradients.pieces() if grad is not None]
         assert sum(grad.square().sum() for grad in held) == written.square().sum()
         if kind != "dtensor":
-            joint = sharded.joint_gradient()
+            joint = sharded.flat_param.grad
             assert torch.equal(joint, written) if any(map(operator.and_, present, filled)) else joint is None
-            assert sharded.flat_param.grad is joint or torch.equal(sharded.flat_param.grad, written)
 
 
 def _memories(sharded):
     """The sum of all gradients, and the number of memories that they lie in."""
-    held = [grad for grad in sharded.gradients() if grad is not None and grad.numel()]
+    held = [grad for grad in sharded.gradients.pieces() if grad is not None and grad.numel()]
     return {sum(grad.sum().item() for grad in held): len({each.untyped_storage()._cdata for each in held})}
 
 
@@ -346,7 +345,7 @@ def test_gradients_of_one_reduction_lie_in_one_memory(kind):
         filled[-1].grad = filled[-1].grad.clone()
         if kind == "slices":
             assert _memories(sharded) == {total: 2}
-            assert sharded.joint_gradient().sum() == total
+            assert sharded.gradients.joint().sum() == total
             assert _memories(sharded) == {total: 1}, "they are put together"
 
 
@@ -358,7 +357,7 @@ def test_who_used_what_is_known_where_it_must_be(kind):
         for source in (source for sharded in ranks.params for source in sharded.sources):
             source.requires_grad_(kind == "flat")
         ranks.reduce(numbers(2), frozen)
-        told = [sharded.gradients()[1] is not None for sharded in ranks.params]
+        told = [sharded.gradients.pieces()[1] is not None for sharded in ranks.params]
         held = [held > 0 for held in ranks.params[0].layout.held_by_rank()[1]]
         if frozen or kind == "flat":
             assert told == (held if kind == "slices" else [True, True])
@@ -382,22 +381,24 @@ def test_gradients_are_replaced_where_they_change(kind):
     ranks.reduce(numbers(2))
     for sharded in ranks.params:
         own = torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype)
-        sharded.write_gradient(own)
+        sharded.gradients.write_to(own)
         before = [source.grad for source in sharded.sharded_params]
         versions = [grad if grad is None else to_local(grad)._version for grad in before]
-        present = [grad is not None for grad in sharded.gradients()]
-        sharded.read_gradient(own, present)
+        present = [grad is not None for grad in sharded.gradients.pieces()]
+        sharded.gradients.replace(own, present)
         assert [source.grad for source in sharded.sharded_params] == before or kind == "dtensor"
         for source, grad, version in zip(sharded.sharded_params, before, versions):
             assert source.grad is grad and (grad is None or to_local(grad)._version == version)
-        sharded.read_gradient(2 * own, present)
+        sharded.gradients.replace(2 * own, present)
         written = torch.zeros_like(own)
-        sharded.write_gradient(written)
+        sharded.gradients.write_to(written)
         assert torch.equal(written, 2 * own)
-        sharded.read_gradient(own, [True, *[False] * 5])
-        assert sharded.sharded_params[0].grad is not None or (kind == "slices" and not sharded._filled[0])
+        sharded.gradients.replace(own, [True, *[False] * 5])
+        assert sharded.sharded_params[0].grad is not None or (
+            kind == "slices" and not sharded.layout.updated[0]
+        )
         assert all(source.grad is None for source in sharded.sharded_params[1:])
-        sharded.read_gradient(None, [True] * 6)
+        sharded.gradients.replace(None, [True] * 6)
         assert all(source.grad is None for source in sharded.sharded_params)
 
 
@@ -406,33 +407,33 @@ def test_zeroing_is_told_from_nothing(kind):
     sharded = Ranks(kind, 2).params[0]
     first, *others = sharded.sharded_params
     first.requires_grad_(True)
-    sharded.mark_unsynced()
-    assert not any(sharded.zeroed()) and first.grad is not None, "a mark, by which zeroing is seen"
+    sharded.gradients.mark_unsynced()
+    assert not any(sharded.gradients.zeroed()) and first.grad is not None, "a mark, by which zeroing is seen"
     for write in (lambda grad: grad.mul_(0.5), lambda grad: grad.add_(1)):  # scaled zeros stay negative
         write(to_local(first.grad))
         with pytest.warns(UserWarning, match=r"^the gradient of '.+' was scaled or written to"):
-            assert not any(sharded.zeroed()), "it was written to, and not zeroed"
+            assert not any(sharded.gradients.zeroed()), "it was written to, and not zeroed"
     first.grad.zero_()
-    assert sharded.zeroed() == ([True] * 6 if kind == "flat" else [True, *[False] * 5])
+    assert sharded.gradients.zeroed() == ([True] * 6 if kind == "flat" else [True, *[False] * 5])
     for source in others:
         source.grad = None
-    assert sharded.zeroed()[:2] == [True, True]
-    sharded.add_reduced(torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype), [False] * 6)
+    assert sharded.gradients.zeroed()[:2] == [True, True]
+    sharded.gradients.add(torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype), [False] * 6)
     assert all(source.grad is None for source in others)
-    sharded.mark_unsynced()
+    sharded.gradients.mark_unsynced()
     for source in sharded.sources:
         source.grad = None
-    assert all(sharded.zeroed())
-    sharded.add_reduced(torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype), [False] * 6)
+    assert all(sharded.gradients.zeroed())
+    sharded.gradients.add(torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype), [False] * 6)
     assert all(source.grad is None for source in sharded.sources), "what no rank has used has no gradient"
-    sharded.mark_partial()
+    sharded.gradients.mark_partial()
     marked = [source.grad is not None for source in sharded.sources]
     assert marked == (
         [True] * 6 if kind == "flat" else [extent.fqn == "empty" for extent in sharded.layout.extents]
     )
-    assert not sharded.zeroed_partial()
+    assert not sharded.gradients.zeroed_partial()
     sharded.sources[2].grad = None
-    assert sharded.zeroed_partial()
+    assert sharded.gradients.zeroed_partial()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
@@ -450,7 +451,7 @@ def test_gradients_take_another_dtype_with_their_values():
     sharded = Ranks("dtensor", 2).params[0]
     first, second, *_ = sharded.sources
     first.grad = torch.full_like(first, 3.0)
-    sharded.take_gradients_in(torch.float32)
+    sharded.gradients.take_dtype(torch.float32)
     assert second.grad is None and {param.grad_dtype for param in sharded.sources} == {torch.float32}
     assert first.grad.dtype == torch.float32 and (to_local(first.grad) == 3).all()
 

@@ -12,7 +12,8 @@ from bed.accelerator import run_simulated
 from fronts import FRONTS, assert_tensors, each_front, either_front, full_state, inner, no_sync
 from fsdp_wrap import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 from fsdp_wrap._offloading import Offloading
-from fsdp_wrap._params import Layout, to_local
+from fsdp_wrap._params import to_local
+from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap.distributed_state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_wrap.optim import Muon
 from stream_programs import BF16, OFFLOAD, STATE, batch, net, offloads, one_step, products_beside, wrapped
@@ -82,7 +83,7 @@ def test_the_device_holds_few_shards_beside_what_it_holds_without_sending_ahead(
     shard_nbytes = sum(each.numel() for each in net()[0].parameters()) * 4 // 2
     shard_nbytes = -(-shard_nbytes // 512) * 512
     assert 0 <= peaks[0] - peaks[1] <= shard_nbytes, peaks
-    with mock.patch.object(Layout, "release_arriving", lambda self: None):  # until all have come
+    with mock.patch.object(ShardGradients, "release_arriving", lambda self: None):  # until all have come
         _, told = _devices(partial(wrapped, "orig", cpu_offload=OFFLOAD))
     assert peaks[0] < told[-1][1]["compute"]
 

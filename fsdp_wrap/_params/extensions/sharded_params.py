@@ -107,7 +107,6 @@ class ExtensionParams(DTensorParams):
             part.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(part) else () for part in parts
         ]
         self._specs = self._specs_in(self.dtype)
-        self._grad_specs = self._specs if self._grad_dtype is None else self._specs_in(self._grad_dtype)
 
     def _adopt_copies(self) -> None:
         self._adopt_all([*map(_copied, self._inners, map(_detached, self.locals))])

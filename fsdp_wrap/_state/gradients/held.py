@@ -155,7 +155,7 @@ class HeldGradients:
 
     def _each(self) -> Iterator[tuple[Original, torch.Tensor | None]]:
         """Yields the parameters with this rank's parts of their gradients."""
-        gradients = {segment.params: segment.params.gradients() for segment in self._segments}
+        gradients = {segment.params: segment.params.gradients.pieces() for segment in self._segments}
         for original in Originals(self._module()).by_name.values():
             if original.sharded in gradients:
                 yield original, gradients[original.sharded][original.index]
@@ -183,7 +183,7 @@ def gradients_by_ranks(
     """Groups layouts' non-empty local gradients by the ranks that hold the rest; a group may be empty."""
     by_over: dict[Over, list[torch.Tensor]] = {}
     for sharded in layouts:
-        for over, grad in zip(overs_of(handle, sharded, home), sharded.gradients()):
+        for over, grad in zip(overs_of(handle, sharded, home), sharded.gradients.pieces()):
             held = by_over.setdefault(over, [])
             if grad is not None and grad.numel():
                 held.append(grad)
