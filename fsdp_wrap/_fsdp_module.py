@@ -628,7 +628,7 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
 
 def _shows_one_kind(handle: ParamHandle) -> bool:
     """Returns whether each segment's shown parameters have one dtype, and all or none are meta tensors."""
-    shown = ([param for param in sharded.shown() if param is not None] for sharded in handle.params)
+    shown = ([param for param in sharded.display.shown() if param is not None] for sharded in handle.params)
     return all(len({(param.dtype, param.is_meta) for param in params}) == 1 for params in shown)
 
 

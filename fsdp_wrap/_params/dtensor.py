@@ -175,7 +175,7 @@ class DTensorParams(ShardedParams):
                 refuse_in_steps(before, partial(_why_left, self.name_of, cut.fqn))
         self.sources = self.sharded_params = params
         self._show_pieces()
-        self._follow_places()
+        self._show_in(self.display.places)
         self.display.show_sharded()  # tied places may have got different parameters
         return True
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, ShardAlignment, show_extra
+from fsdp_wrap._core import ParamPlaces, ParamSlot, ShardAlignment, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
 from fsdp_wrap._params.layout import Extent, FlatLayout, alignment_of
 from fsdp_wrap._params.shard_gradients import ShardGradients
@@ -339,14 +339,14 @@ class JointParams(FlatParams):
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
         super()._stand_for(originals)
-        self.sources, self.sharded_params = [self.flat_param] * len(self.places), [self.flat_param]
+        self.sources, self.sharded_params = [self.flat_param] * len(originals), [self.flat_param]
         self.gradients.follow(self.sources, self.sharded_params, self._shard)
 
     def _stand_ins(self) -> Sequence[torch.Tensor]:
         return self._pieces
 
-    def _follow_places(self) -> None:
-        super()._follow_places()
+    def _show_in(self, places: Sequence[ParamPlaces]) -> None:
+        super()._show_in(places)
         if self.memory and self.memory[0].data_ptr() == self._shard.data_ptr():
             self.display.cover_while_sharded()
 
@@ -360,7 +360,7 @@ class JointParams(FlatParams):
 
     def _go_to(self, shard: torch.Tensor) -> None:
         super()._go_to(shard)
-        self._follow_places()
+        self._show_in(self.display.places)
         self.display.show_sharded()
 
 
@@ -391,7 +391,7 @@ class SliceParams(FlatParams):
 
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         if copies:
-            self.show(params)
+            self.display.show_others(params)
             return
         self.gradients.set_aside()
         shown: list[nn.Parameter] = []
@@ -399,7 +399,7 @@ class SliceParams(FlatParams):
             if part is None:
                 source.data = param.data
             shown.append(source if part is None else param)  # a plain parameter cannot hold a `DTensor`
-        self.show(shown)
+        self.display.show_others(shown)
 
     def hide_full(self) -> None:
         for param, piece in zip(self.sources, self._pieces):

@@ -163,7 +163,6 @@ class ShardedParams(ABC):
         part_of: PartOf = lambda _, param: LocalPart.of(param),
     ) -> None:
         self.name, self.layout = name, layout
-        self.places: Sequence[ParamPlaces] = [slot.places for slot in slots]
         self.leaves: list[nn.Parameter] = []
         self.memory: Sequence[torch.Tensor] = self.leaves
         parts = [part_of(slot.fqn, slot.param) for slot in slots]
@@ -195,7 +194,7 @@ class ShardedParams(ABC):
             for param, attributes in zip(originals, self._attributes):
                 param.__dict__.update(attributes)
         self._stand_for(originals)
-        self._follow_places()
+        self._show_in([slot.places for slot in slots])
         self.hide_full()
 
     def _new_shard(self, like: torch.Tensor) -> torch.Tensor:
@@ -261,7 +260,7 @@ class ShardedParams(ABC):
             self.memory = [*map(to_local, self.leaves)]
         for leaf, attributes in zip(self.leaves, self._attributes):
             leaf.__dict__.update(attributes)
-        self._follow_places()
+        self._show_in(self.display.places)
         return self.leaves
 
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool = False) -> nn.Parameter:
@@ -333,10 +332,6 @@ class ShardedParams(ABC):
 
     # module attributes
 
-    def show(self, params: Sequence[torch.Tensor]) -> None:
-        """Shows one tensor per original parameter in the modules."""
-        self.display.show_others(params)
-
     def show_full(self, params: Sequence[nn.Parameter], copies: bool) -> None:
         """Shows full parameters to the user, who may edit them in place.
 
@@ -345,29 +340,25 @@ class ShardedParams(ABC):
             copies: Whether they are the user's to keep. Otherwise sharded parameters that are the user's own
                 objects, and no `DTensor`s, take their data.
         """
-        self.show(params)
+        self.display.show_others(params)
 
     def hide_full(self) -> None:
         """Undoes `show_full`: the modules show the sharded parameters again."""
         self.display.show_sharded()
 
-    def shown(self) -> list[nn.Parameter | None]:
-        """Returns the parameters that the modules show now, one per original parameter."""
-        return self.display.shown()
-
     def add_place(self, index: int, place: Place) -> None:
         """Lets one more place show an original parameter, which is sharded now."""
-        self.places[index].add(*place)
-        self._follow_places()
+        self.display.places[index].add(*place)
+        self._show_in(self.display.places)
         self.display.show_sharded()
 
     def _stand_ins(self) -> Sequence[torch.Tensor]:
         """Returns the tensors that modules show while sharded, for each original parameter."""
         return self.sources
 
-    def _follow_places(self) -> None:
-        """Prepares the display anew, after places or tensors have changed."""
-        self.display = SegmentDisplay(self.layout.fqns, self.places, self._stand_ins(), self.leaves)
+    def _show_in(self, places: Sequence[ParamPlaces]) -> None:
+        """Prepares the display anew, since places or tensors have changed."""
+        self.display = SegmentDisplay(self.layout.fqns, places, self._stand_ins(), self.leaves)
 
     # changes by users, and copies
 
@@ -427,6 +418,5 @@ class ShardedParams(ABC):
 
     def follow_modules(self, memo: dict[int, Any]) -> None:
         """Moves to the copies of its modules, and shows the sharded parameters there."""
-        self.places = deepcopy(self.places, memo)
-        self._follow_places()
+        self._show_in(deepcopy(self.display.places, memo))
         self.hide_full()

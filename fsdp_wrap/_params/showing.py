@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import repeat
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_wrap._core import REFUSED_HOOKS_OF, ModuleWriter, Place
+from fsdp_wrap._core import REFUSED_HOOKS_OF, ModuleWriter, ParamPlaces
 
 _GONE = object()
 
@@ -34,18 +34,19 @@ class SegmentDisplay(ModuleWriter):
         leaves: The full parameters; empty before they are made.
 
     Attributes:
+        places: As given.
         leaves: Shows the full parameters.
     """
 
     def __init__(
         self,
         fqns: Sequence[str],
-        places: Sequence[Iterable[Place]],
+        places: Sequence[ParamPlaces],
         sharded: Sequence[torch.Tensor],
         leaves: Sequence[nn.Parameter],
     ) -> None:
         super().__init__(places, sharded)
-        self._places, self._uncovers = places, not isinstance(sharded[0], nn.Parameter)
+        self.places, self._uncovers = places, not isinstance(sharded[0], nn.Parameter)
         self.leaves = ModuleWriter(places, leaves, self._uncovers)
         self._fqns = [fqn for fqn, several in zip(fqns, places) for _ in several]
         self._registries, self._names, self._expected = zip(*self._params)
@@ -65,7 +66,7 @@ class SegmentDisplay(ModuleWriter):
 
     def show_others(self, params: Sequence[torch.Tensor]) -> None:
         """Shows other tensors, one for each original parameter."""
-        ModuleWriter(self._places, params, self._uncovers).show()
+        ModuleWriter(self.places, params, self._uncovers).show()
 
     def shown(self) -> list[nn.Parameter | None]:
         """Returns the registered parameter, if any, for each original one."""

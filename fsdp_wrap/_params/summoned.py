@@ -59,7 +59,7 @@ class SummonedSegment:
         ]
         if self.shows_full:
             sharded.show_full(self._params, copies=False)
-        for param, grad, has_grad in zip(sharded.shown(), self._grads.shown, self._have_grads):
+        for param, grad, has_grad in zip(sharded.display.shown(), self._grads.shown, self._have_grads):
             if param is not None and has_grad:
                 param.grad = grad
 
@@ -86,7 +86,7 @@ class SummonedSegment:
             return
         shown = [
             param if current is None else current
-            for param, current in zip(self._params, self._sharded.shown())
+            for param, current in zip(self._params, self._sharded.display.shown())
         ]
         grads = [param.grad if self._how.with_grads else None for param in shown]
         # Not against the parameters: their `.data` may have been replaced.

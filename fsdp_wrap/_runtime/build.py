@@ -95,7 +95,7 @@ class Registry:
                     # weak references would forbid.
                     mark_owned(param)
                     self._owners[param] = weakref.ref(unit), number, index
-            for module, _ in chain.from_iterable(sharded.places):
+            for module, _ in chain.from_iterable(sharded.display.places):
                 users = self._users_of(module)
                 if unit not in users:
                     self._users[module] = [weakref.ref(user) for user in (*users, unit)]
@@ -132,7 +132,7 @@ class Registry:
         lenders = {unit: None for unit in chain.from_iterable(users) if unit.params}
         for fqn, place, param in contents.borrowed:
             params = (sharded for unit in self._users_of(place[0]) for sharded in unit.params)
-            shown = (places for sharded in params for places in sharded.places)
+            shown = (places for sharded in params for places in sharded.display.places)
             if not any(place in places for places in shown):  # units may share it
                 unit, sharded, index = self.owner(fqn, param)
                 sharded.add_place(index, place)
@@ -265,7 +265,7 @@ def assemble_unit(
 
 def _prepare_modules(unit: Unit) -> None:
     for sharded in unit.params:
-        for side, places in zip(sharded.side_data, sharded.places):
+        for side, places in zip(sharded.side_data, sharded.display.places):
             if side is not None:
                 for module, _ in places:
                     side.prepare(module)

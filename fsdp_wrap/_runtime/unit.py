@@ -438,7 +438,7 @@ class Unit:
             if copies is None:
                 segment.params.display.leaves.show()
             else:
-                segment.params.show(copies[number])
+                segment.params.display.show_others(copies[number])
         return before
 
     def newly_trainable(self) -> list[nn.Parameter]:

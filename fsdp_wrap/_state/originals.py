@@ -67,7 +67,7 @@ class Original:
     @property
     def places(self) -> Iterable[Place]:
         """The (module, name) pairs that show it, where a unit owns it."""
-        return () if self.sharded is None else self.sharded.places[self.index]
+        return () if self.sharded is None else self.sharded.display.places[self.index]
 
     @property
     def shape(self) -> torch.Size:

@@ -266,7 +266,7 @@ class UnitParam(_Proxy):
 
     @property
     def _module_info(self) -> Any:
-        (module, name), *shared = self.segment.params.places[self.index]
+        (module, name), *shared = self.segment.params.display.places[self.index]
         modules, names = [module for module, _ in shared], [name for _, name in shared]
         return torchs.ParamModuleInfo(module, name, modules, names)
 

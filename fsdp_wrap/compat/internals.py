@@ -160,7 +160,7 @@ class _FlatParameter(FlatParameter):
     @property
     def _param_infos(self) -> tuple[Any, ...]:
         sharded = _params_of(self)
-        firsts = [next(iter(places)) for places in sharded.places]
+        firsts = [next(iter(places)) for places in sharded.display.places]
         return tuple(
             torch_flat_param.ParamInfo(name, module, fqn.removesuffix(name).removesuffix("."))
             for (module, name), fqn in zip(firsts, sharded.layout.fqns)

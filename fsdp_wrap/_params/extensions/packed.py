@@ -9,11 +9,46 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamSlot, mark_owned
+from fsdp_wrap._core import ParamPlaces, ParamSlot, mark_owned
 from fsdp_wrap._params.extensions.packing import Packing
 from fsdp_wrap._params.extensions.sharded_params import users_attributes
 from fsdp_wrap._params.flat import SliceParams
 from fsdp_wrap._params.sharded_params import ShardedParams
+from fsdp_wrap._params.showing import SegmentDisplay
+
+
+class PackedDisplay(SegmentDisplay):
+    """The places of packed parameters: bytes that are all of a subclass are shown as the subclass.
+
+    Args:
+        packings: Of each parameter.
+        attributes: Attributes of each, which the subclasses get; the others as in `SegmentDisplay`.
+    """
+
+    def __init__(self, *args: Any, packings: Sequence[Packing], attributes: Sequence[dict[str, Any]]) -> None:
+        super().__init__(*args)
+        self._packings, self._attributes = packings, attributes
+
+    def show_others(self, params: Sequence[torch.Tensor]) -> None:
+        super().show_others([*map(self._as_shown, self._packings, self._attributes, params)])
+
+    @staticmethod
+    def _as_shown(packing: Packing, attributes: dict[str, Any], param: torch.Tensor) -> torch.Tensor:
+        """Makes the subclass from all bytes of it; other tensors are shown as they are."""
+        if type(param) not in (torch.Tensor, nn.Parameter) or param.shape != (packing.nbytes,):
+            return param
+        shown = nn.Parameter(packing.made_of(param.detach()), requires_grad=False)
+        shown.__dict__.update(attributes)
+        return shown
+
+    def shown(self) -> list[nn.Parameter | None]:
+        values = map(Packing.taken_apart, self._packings, super().shown())
+        return [
+            value
+            if value is None or isinstance(value, nn.Parameter)
+            else nn.Parameter(value, requires_grad=False)
+            for value in values
+        ]
 
 
 @final
@@ -38,7 +73,7 @@ class PackedParams(SliceParams):
         for index, (param, packing) in enumerate(zip(params, self._packings)):
             self._pieces[index].copy_(self.layout.own_part(index, packing.packed(param.detach())))
         self._stand_for([nn.Parameter(piece, requires_grad=False) for piece in self._pieces])
-        self._follow_places()
+        self._show_in([slot.places for slot in slots])
         self.hide_full()
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
@@ -58,7 +93,7 @@ class PackedParams(SliceParams):
             self.leaves = [nn.Parameter(tensor, requires_grad=False) for tensor in made]
         for leaf, attributes in zip(self.leaves, self._attributes):
             leaf.__dict__.update(attributes)
-        self._follow_places()
+        self._show_in(self.display.places)
         return self.leaves
 
     def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
@@ -73,30 +108,16 @@ class PackedParams(SliceParams):
         return self._packings[index].made_of(full)
 
     def taken_apart(self, index: int, value: Any) -> Any:
-        packing = self._packings[index]
-        return packing.packed(value.detach()) if packing.fits(value) else value
+        return self._packings[index].taken_apart(value)
 
     def wanted(self, index: int) -> str | None:
         return self._packings[index].describe()
 
-    def show(self, params: Sequence[torch.Tensor]) -> None:
-        super().show([*map(self._as_shown, range(len(params)), params)])
-
-    def _as_shown(self, index: int, param: torch.Tensor) -> torch.Tensor:
-        """Makes the subclass from all bytes of it; other tensors are shown as they are."""
-        if type(param) not in (torch.Tensor, nn.Parameter) or param.shape != self.layout.extents[index].shape:
-            return param
-        shown = nn.Parameter(self.whole(index, param.detach()), requires_grad=False)
-        shown.__dict__.update(self._attributes[index])
-        return shown
-
     show_full = ShardedParams.show_full
 
-    def shown(self) -> list[nn.Parameter | None]:
-        values = [self.taken_apart(index, param) for index, param in enumerate(super().shown())]
-        return [
-            value
-            if value is None or isinstance(value, nn.Parameter)
-            else nn.Parameter(value, requires_grad=False)
-            for value in values
-        ]
+    def _show_in(self, places: Sequence[ParamPlaces]) -> None:
+        self.display = PackedDisplay(
+            *(self.layout.fqns, places, self._stand_ins(), self.leaves),
+            packings=self._packings,
+            attributes=self._attributes,
+        )

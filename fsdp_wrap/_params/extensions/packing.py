@@ -46,6 +46,10 @@ class Packing:
             view.copy_(getattr(value, name))
         return packed
 
+    def taken_apart(self, value: Any) -> Any:
+        """Returns a value that fits as bytes, and any other as it is."""
+        return self.packed(value.detach()) if self.fits(value) else value
+
     def views(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yields views of bytes as the inner tensors."""
         for start, (_, dtype, shape) in zip(self._starts, self._inner):

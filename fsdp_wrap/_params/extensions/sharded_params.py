@@ -62,7 +62,7 @@ class ExtensionParams(DTensorParams):
     @property
     def modules(self) -> list[nn.Module]:
         """A module of each parameter."""
-        return [next(iter(places))[0] for places in self.places]
+        return [next(iter(places))[0] for places in self.display.places]
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
@@ -71,7 +71,7 @@ class ExtensionParams(DTensorParams):
         self._inners = [inner for inner, _ in cuts]
         self._adopt_all([part for _, part in cuts])
         self._stand_for(params)
-        self._follow_places()
+        self._show_in([slot.places for slot in slots])
         self.hide_full()
 
     def _cut_out(self, index: int, param: torch.Tensor) -> tuple[InnerTensors | None, torch.Tensor]:
@@ -143,7 +143,7 @@ class ExtensionParams(DTensorParams):
         # The memory of subclasses is their own affair.
         self.memory = [torch.empty(cut.shape, dtype=self.dtype, device="meta") for cut in self.layout.extents]
         self.leaves = [*map(self._leaf, range(len(self.layout.extents)), self.memory)]
-        self._follow_places()
+        self._show_in(self.display.places)
         return self.leaves
 
     def _leaf(self, index: int, unsharded: torch.Tensor) -> nn.Parameter:
@@ -160,7 +160,7 @@ class ExtensionParams(DTensorParams):
             leaf = self._leaf(index, tensor)
             leaf.requires_grad_(self.leaves[index].requires_grad)
             self.leaves[index] = leaf
-        self._follow_places()
+        self._show_in(self.display.places)
 
 
 _detached = torch.Tensor.detach

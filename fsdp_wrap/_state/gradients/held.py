@@ -72,7 +72,8 @@ class HeldGradients:
 
         Units' own parameters are only counted: the next forward refuses any other in their place.
         """
-        owned = {place for segment in self._segments for places in segment.params.places for place in places}
+        displays = (segment.params.display for segment in self._segments)
+        owned = {place for display in displays for places in display.places for place in places}
         self._counted, watched = list[dict[str, Any]](), list[dict[str, Any]]()
         for one in module.modules():
             watched.append(one._modules)

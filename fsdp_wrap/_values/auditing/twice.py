@@ -307,7 +307,7 @@ def _as_it_was(call: _Forward) -> Iterator[dict[str, nn.Parameter]]:
             by_name.update(zip(segment.layout.fqns, shown))
             display = segment.params.display
             undo.callback(display.leaves.show if leaves else display.show_sharded)
-            segment.params.show(shown)
+            display.show_others(shown)
         for kind, enabled, dtype in call.autocasts:
             undo.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         call.random.restore()
