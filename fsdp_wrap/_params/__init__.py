@@ -54,6 +54,8 @@ from fsdp_wrap._params.sharded_params import Interval, ShardedParams, Written, m
 from fsdp_wrap._params.showing import Showing
 from fsdp_wrap._params.side_data import (
     SideData,
+    holds_codes,
+    refuse_other_codes,
     seams_of_side_data,
     side_data_kind,
     side_data_of,

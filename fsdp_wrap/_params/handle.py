@@ -47,6 +47,7 @@ from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.sharded_params import ShardedParams, Written
 from fsdp_wrap._params.showing import Showing, UnitDisplay
 from fsdp_wrap._params.state import MOVES, Until, Where
+from fsdp_wrap._params.side_data import refuse_other_codes, refuse_training
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
@@ -374,7 +375,7 @@ class ParamHandle:
             if segment.gradients.kept or segment.gradients.partial is not None:
                 segment.refuse_conversion()
             if segment.params.follow_replaced():
-                segment.params.refuse_other_codes(segment.params.dtype)
+                refuse_other_codes(segment.params.side_data, segment.params.dtype, segment.params.name_of)
                 segment.follow_shard()
                 moved = True
         if moved:
@@ -471,7 +472,7 @@ class ParamHandle:
         for segment in self.segments:
             wanted = [*map(_REQUIRES_GRAD, segment.params.sources)]
             if wanted != [*map(_REQUIRES_GRAD, segment.leaves)]:
-                segment.params.refuse_training(wanted)
+                refuse_training(segment.params.side_data, wanted, segment.params.name_of)
                 segment.train(wanted)
                 changed = True
         if changed:

@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._comm import Communicator, FromHost, accelerator_of
@@ -267,31 +266,6 @@ class ShardedParams(ABC):
         """Returns a parameter of the original's class with other values, such as its full ones."""
         side = self.side_data[index]
         return nn.Parameter(value, requires_grad) if side is None else side.parameter(value)
-
-    @property
-    def holds_codes(self) -> bool:
-        """Whether the parameters hold codes, whose numbers mean others; all do, or none."""
-        return any(side is not None for side in self.side_data)
-
-    def refuse_training(self, wanted: Sequence[bool]) -> None:
-        """Refuses gradients of codes; `wanted` says which parameters train."""
-        for fqn, side, trains in zip(self.layout.fqns, self.side_data, wanted):
-            if side is not None and trains:
-                raise ValueError(
-                    f"parameter '{self.name_of(fqn)}' was made to require gradients (on rank "
-                    f"{dist.get_rank()}), and holds the codes of {side.describe()}, which have none: freeze "
-                    "it (requires_grad_(False)) and train adapters beside it"
-                )
-
-    def refuse_other_codes(self, dtype: torch.dtype) -> None:
-        """Refuses another dtype of a shard that holds codes, since a cast changes what they mean."""
-        for fqn, side in zip(self.layout.fqns, self.side_data):
-            if side is not None and dtype != side.dtype:
-                raise ValueError(
-                    f"parameter '{self.name_of(fqn)}' cannot go from {side.dtype} to {dtype} (on rank "
-                    f"{dist.get_rank()}): it holds the codes of {side.describe()}. Convert the other "
-                    "parameters alone, or before sharding"
-                )
 
     def plain_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns a leaf's gradient as a plain, dense tensor."""

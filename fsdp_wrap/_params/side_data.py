@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._core import Seam
@@ -115,6 +116,43 @@ def side_data_of(fqn: str, param: torch.Tensor) -> SideData | None:
     """Returns a parameter's side data; None for one of another class."""
     kind = side_data_kind(param)
     return None if kind is None or not isinstance(param, nn.Parameter) else kind(fqn, param)
+
+
+def holds_codes(side_data: Iterable[SideData | None]) -> bool:
+    """Whether parameters hold codes, whose numbers mean others; all of a segment do, or none."""
+    return any(side is not None for side in side_data)
+
+
+def refuse_training(
+    side_data: Iterable[SideData | None], wanted: Iterable[bool], name_of: Callable[[str], str]
+) -> None:
+    """Refuses gradients of codes.
+
+    Args:
+        side_data: Of each parameter of a segment.
+        wanted: Which of them train.
+        name_of: Returns a parameter's name relative to the root.
+    """
+    for side, trains in zip(side_data, wanted):
+        if side is not None and trains:
+            raise ValueError(
+                f"parameter '{name_of(side.fqn)}' was made to require gradients (on rank {dist.get_rank()}), "
+                f"and holds the codes of {side.describe()}, which have none: freeze it "
+                "(requires_grad_(False)) and train adapters beside it"
+            )
+
+
+def refuse_other_codes(
+    side_data: Iterable[SideData | None], dtype: torch.dtype, name_of: Callable[[str], str]
+) -> None:
+    """Refuses another dtype of a shard that holds codes, since a cast changes what they mean."""
+    for side in side_data:
+        if side is not None and dtype != side.dtype:
+            raise ValueError(
+                f"parameter '{name_of(side.fqn)}' cannot go from {side.dtype} to {dtype} (on rank "
+                f"{dist.get_rank()}): it holds the codes of {side.describe()}. Convert the other parameters "
+                "alone, or before sharding"
+            )
 
 
 def tensors_beside(fqn: str, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -35,6 +35,7 @@ from fsdp_wrap._params import (
     check_packable,
     is_extension,
     is_packable,
+    refuse_other_codes,
     side_data_kind,
     to_local,
 )
@@ -184,7 +185,7 @@ def converted(
                 f"{instead}"
             )
         if after.dtype != before.dtype:
-            segment.params.refuse_other_codes(after.dtype)
+            refuse_other_codes(segment.params.side_data, after.dtype, unit.name_of)
         conversions.append((segment, after.dtype))
     return conversions
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import encloses, joined
-from fsdp_wrap._params import Cut, FlatPiece, ParamHandle, ShardedParams, to_local
+from fsdp_wrap._params import Cut, FlatPiece, ParamHandle, ShardedParams, holds_codes, to_local
 from fsdp_wrap._runtime import Unit, refuse_unsharded, require_idle, units_in
 
 
@@ -85,7 +85,9 @@ def handle_of(unit: Unit) -> ParamHandle:
 def full_params(unit: Unit, name: str) -> Iterator[Piece]:
     """Yields the full parameters that a unit's modules show."""
     for segment in unit.segments:
-        for fqn, leaf in [] if segment.params.holds_codes else zip(segment.layout.fqns, segment.leaves):
+        for fqn, leaf in (
+            [] if holds_codes(segment.params.side_data) else zip(segment.layout.fqns, segment.leaves)
+        ):
             yield whole(whole_name(name, fqn), leaf)
 
 
@@ -106,7 +108,7 @@ def shard_pieces(unit: Unit, name: str, params: Collection[ShardedParams] | None
     Tensor subclasses and codes are no plain numbers: they have no pieces.
     """
     for sharded in unit.params if params is None else params:
-        if not sharded.extended and not sharded.holds_codes:
+        if not sharded.extended and not holds_codes(sharded.side_data):
             yield from pieces_of(unit, name, sharded, sharded.flat_param.detach())
 
 
