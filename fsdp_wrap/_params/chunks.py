@@ -10,7 +10,6 @@ from itertools import repeat
 
 import torch
 
-from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ShardAlignment, ceil_div, round_up
 from fsdp_wrap._core.torch_private import chunk_cat, foreach_copy_, foreach_zero_
 from fsdp_wrap._params.layout import Extent, Layout
@@ -220,7 +219,8 @@ class ChunkLayout(Layout):
         shapes: Names and shapes of the original parameters.
         start_at: Number of elements at multiples of which parameters and chunks begin.
         dims: For each parameter, the dimension that is cut.
-        communicator: Knows the rank.
+        rank: This rank among those that hold one copy of the parameters.
+        ranks: Number of these.
         sharded: Whether ranks have different chunks.
         alignment: The alignment that the chunks have; this layout does not move them.
     """
@@ -233,15 +233,16 @@ class ChunkLayout(Layout):
         shapes: Sequence[tuple[str, torch.Size]],
         start_at: int,
         dims: Sequence[int],
-        communicator: Communicator,
-        *,
+        rank: int,
+        ranks: int,
         sharded: bool,
         alignment: ShardAlignment | None,
     ) -> None:
-        cuts = _chunk_by_chunk(shapes, start_at, dims, communicator.size)
+        cuts = _chunk_by_chunk(shapes, start_at, dims, ranks)
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(cuts)), len(cuts)
-        super().__init__(cuts, self._used.stop, communicator, sharded=sharded, alignment=alignment)
+        super().__init__(cuts, [cut.fqn for cut in cuts], self._used.stop, rank, ranks)
+        self.sharded, self.alignment = sharded, alignment
         self._offsets = [cut.offset for cut in cuts]
         self._shapes = [cut.shape_of(cut.rows(self.rank)) for cut in cuts]
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self._shapes]

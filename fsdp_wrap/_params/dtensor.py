@@ -16,7 +16,7 @@ from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned, refuse_in_steps
 from fsdp_wrap._core.torch_private import DTensorSpec, TensorMeta
 from fsdp_wrap._params.chunks import ChunkLayout, Cut, only_rows
-from fsdp_wrap._params.layout import alignment_of
+from fsdp_wrap._params.layout import alignment_of, shared
 from fsdp_wrap._params.parallel import DataMesh, LocalPart, Redistribution, dtensor_of, to_local
 from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap._params.sharded_params import Interval, ShardedParams, Written, named_shapes
@@ -91,11 +91,9 @@ class DTensorParams(ShardedParams):
         pin: bool,
         alignment: ShardAlignment | None = None,
     ) -> None:
-        layout = ChunkLayout(
-            *(named_shapes(slots), alignment_of(slots), dims, communicator),
-            sharded=mesh.shards,
-            alignment=alignment,
-        )
+        places = (*named_shapes(slots),), alignment_of(slots), (*dims,)
+        ranks = communicator.rank, communicator.size
+        layout = shared(ChunkLayout, *places, *ranks, mesh.shards, alignment)
         super().__init__(name, layout, slots, communicator, offload, pin, mesh.part_of)
         self._placed = [
             (*mesh.placed(part, cut.dim), _whole(cut, part)) for cut, part in zip(layout.extents, self._parts)

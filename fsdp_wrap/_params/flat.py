@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamPlaces, ParamSlot, ShardAlignment, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
-from fsdp_wrap._params.layout import Extent, FlatLayout, alignment_of
+from fsdp_wrap._params.layout import EvenCut, Extent, FlatLayout, alignment_of, shared
 from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap._params.sharded_params import Interval, ShardedParams, named_shapes
 
@@ -197,7 +197,7 @@ class SliceGradients(ShardGradients):
         self._aside = None
 
     def _updated(self, used: Sequence[bool]) -> Sequence[bool]:
-        return [*map(operator.and_, used, self._layout.updated)]
+        return [*map(operator.and_, used, self._layout.even.updated)]
 
     def joint(self) -> torch.Tensor | None:
         """Returns the gradient shard with the sharded parameters' gradients as views; None without any.
@@ -221,7 +221,7 @@ class SliceGradients(ShardGradients):
 
     def _present(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
         """Returns the gradients of non-empty slices, each with its first element in the shard."""
-        pairs = zip(grads, self._layout.bounds)
+        pairs = zip(grads, self._layout.even.bounds)
         return [(grad, start) for grad, (start, stop) in pairs if grad is not None and stop > start]
 
     def _shard_around(self, grads: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor | None:
@@ -262,8 +262,9 @@ class FlatParams(ShardedParams):
         offload: bool,
         alignment: ShardAlignment | None = None,
     ) -> None:
-        options: dict[str, Any] = {"sharded": sharded, "alignment": alignment, "joint": self._joint}
-        layout = FlatLayout(self._shapes_of(slots), alignment_of(slots), communicator, **options)
+        places = (*self._shapes_of(slots),), alignment_of(slots)
+        cut = shared(EvenCut, *places, communicator.size, communicator.rank, alignment)
+        layout = FlatLayout(cut, communicator.device, sharded=sharded, joint=self._joint)
         super().__init__(name, layout, slots, communicator, offload)
         self.module = module
         self._resides = not sharded and not self.offloaded
@@ -294,7 +295,7 @@ class FlatParams(ShardedParams):
             for part, extent in zip(self._parts, self.layout.extents)
         ]
         for extent, first, source, (start, stop), part in zip(
-            self.layout.extents, self.layout.begins, self.sources, self.layout.bounds, parts
+            self.layout.extents, self.layout.even.begins, self.sources, self.layout.even.bounds, parts
         ):
             offset = start if source is self.flat_param else 0
             data, shape = self.flat_param.detach()[start:stop], extent.shape if part is None else part.shape

@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
-from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, ShardAlignment, ceil_div, round_up
 from fsdp_wrap._core.torch_private import foreach_copy_, foreach_zero_
 
@@ -22,6 +23,23 @@ ALIGNMENT_BYTES = 16
 def alignment_of(slots: Sequence[ParamSlot]) -> int:
     """Returns the alignment of parameters in a buffer, in elements."""
     return max(1, ALIGNMENT_BYTES // slots[0].param.element_size())
+
+
+_SHARED: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+
+_Kind = TypeVar("_Kind")
+
+
+def shared(kind: Callable[..., _Kind], *arguments: Any) -> _Kind:
+    """Returns an object without values that is made of these arguments: one for all who hold it.
+
+    Units of the same shapes, as a model's blocks are, have their geometry once.
+    """
+    key = (kind, *arguments)
+    made: _Kind | None = _SHARED.get(key)
+    if made is None:
+        made = _SHARED[key] = kind(*arguments)
+    return made
 
 
 @dataclass(frozen=True)
@@ -51,41 +69,35 @@ class Layout(ABC):
 
     Args:
         extents: Where the original parameters lie in the unsharded buffer.
+        fqns: Their names within their unit.
         shard_numel: Elements of a rank's shard.
-        communicator: Knows the rank.
-        sharded: Whether ranks have different parts.
-        alignment: Positions in parameters at which shards may begin.
-
-    Attributes:
         rank: This rank among those that hold one copy of the parameters.
         ranks: Number of these.
-        fqns: Names of the original parameters within their unit.
+
+    Attributes:
         numel: Elements of the gathered buffer with its padding: `shard_numel` x ranks.
         full_numel: Elements of the unsharded buffer with its padding: a multiple of the ranks.
         in_place: Whether the gathered buffer is the unsharded one.
         noted_numel: Elements at the end of each part that hold what `note_used` notes.
         packs_rows: Whether `packer` takes ranks x elements that do not lie side by side.
+        sharded: Whether ranks have different parts.
+        alignment: Positions in parameters at which shards may begin.
     """
 
     extents: Sequence[Extent]
+    sharded: bool
+    alignment: ShardAlignment | None
     in_place = True
     noted_numel = 0
     packs_rows = False
 
     def __init__(
-        self,
-        extents: Sequence[Extent],
-        shard_numel: int,
-        communicator: Communicator,
-        *,
-        sharded: bool,
-        alignment: ShardAlignment | None,
+        self, extents: Sequence[Extent], fqns: Sequence[str], shard_numel: int, rank: int, ranks: int
     ) -> None:
-        self.extents, self.fqns = extents, [extent.fqn for extent in extents]
-        self.rank, self.ranks = communicator.rank, communicator.size
-        self.shard_numel, self.numel = shard_numel, shard_numel * communicator.size
+        self.extents, self.fqns = extents, fqns
+        self.rank, self.ranks = rank, ranks
+        self.shard_numel, self.numel = shard_numel, shard_numel * ranks
         self.full_numel = self.numel
-        self.sharded, self.alignment = sharded, alignment
 
     @property
     def padding_numel(self) -> int:
@@ -197,6 +209,52 @@ class Layout(ABC):
         """
 
 
+class EvenCut:
+    """Where parameters lie that are stored side by side, and one rank's even part of them.
+
+    Args:
+        shapes: Names and shapes of the parameters.
+        start_at: Number of elements at multiples of which parameters begin.
+        ranks: Number of parts.
+        rank: The rank.
+        alignment: Positions in parameters at which parts may begin, at the cost of padding.
+
+    Attributes:
+        first: Index of this rank's first element.
+        bounds: For each parameter, the (start, stop) of this rank's piece in its part.
+        begins: The first elements of these pieces, in their parameters.
+        updated: Whether this rank has anything to update: not where it has none of a parameter's elements.
+        sizes: Sizes of pieces and gaps, for one `split_with_sizes` of a part.
+        indices: The index of each piece among them.
+        firsts: For each parameter, the first elements of the pieces of all ranks.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[str, torch.Size]],
+        start_at: int,
+        ranks: int,
+        rank: int,
+        alignment: ShardAlignment | None,
+    ) -> None:
+        self.ranks, self.rank, self.alignment = ranks, rank, alignment
+        self.fqns = [fqn for fqn, _ in shapes]
+        self.extents = extents = _side_by_side(shapes, start_at, alignment)
+        length = max(1, ceil_div(extents[-1].stop, ranks))
+        if alignment is not None:
+            length = round_up(length, alignment.common_grain(self.fqns, [shape for _, shape in shapes]))
+        self.shard_numel, self.first = length, length * rank
+        self.bounds = [extent.within(self.first, length) for extent in extents]
+        pairs = [*zip(extents, self.bounds)]
+        self.begins = [
+            self.first + start - extent.start if stop > start else 0 for extent, (start, stop) in pairs
+        ]
+        # Plain optimizers keep state of an empty parameter.
+        self.updated = [stop > start or not extent.shape.numel() for extent, (start, stop) in pairs]
+        self.sizes, self.indices = _stretches(self.bounds, length)
+        self.firsts = [_firsts_of_pieces(extent, length) for extent in extents]
+
+
 class FlatLayout(Layout):
     """Parameters side by side in one buffer, which is cut into one even shard per rank.
 
@@ -205,54 +263,19 @@ class FlatLayout(Layout):
     parameter serves as the note: a rank that has used the parameter makes sure that it is not -0.0.
 
     Args:
-        shapes: Names and shapes of the original parameters.
-        start_at: Number of elements at multiples of which parameters begin.
-        communicator: Knows the rank.
+        cut: Where the parameters lie, and this rank's part of them.
+        device: Device of reduce buffers.
         sharded: Whether the buffer is cut; otherwise every rank's shard is the whole.
-        alignment: Positions in parameters at which shards may begin, at the cost of padding.
         joint: Whether the parameters have one gradient between them: what uses one uses all.
-
-    Attributes:
-        first: Index of this rank's first element.
-        bounds: For each original parameter, the (start, stop) of this rank's piece in its shard.
-        begins: The first elements of these pieces, in their parameters.
-        updated: Whether this rank has anything to update: not where it has none of a parameter's elements.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[tuple[str, torch.Size]],
-        start_at: int,
-        communicator: Communicator,
-        *,
-        sharded: bool,
-        alignment: ShardAlignment | None,
-        joint: bool,
-    ) -> None:
-        extents = _side_by_side(shapes, start_at, alignment)
-        shard_numel = max(1, ceil_div(extents[-1].stop, communicator.size))
-        if alignment is not None:
-            grain = alignment.common_grain(
-                [extent.fqn for extent in extents], [extent.shape for extent in extents]
-            )
-            shard_numel = round_up(shard_numel, grain)
-        super().__init__(extents, shard_numel, communicator, sharded=sharded, alignment=alignment)
-        self._joint = joint
-        self.first = shard_numel * self.rank
-        self.bounds = [extent.within(self.first, shard_numel) for extent in extents]
-        self._sizes, self._indices = _stretches(self.bounds, shard_numel)
-        self.begins = [
-            self.first + start - extent.start if stop > start else 0
-            for extent, (start, stop) in zip(extents, self.bounds)
-        ]
-        # Plain optimizers keep state of an empty parameter.
-        self.updated = [
-            stop > start or not extent.shape.numel() for extent, (start, stop) in zip(extents, self.bounds)
-        ]
-        self._firsts = [_firsts_of_pieces(extent, shard_numel) for extent in extents]  # of all ranks
+    def __init__(self, cut: EvenCut, device: torch.device, *, sharded: bool, joint: bool) -> None:
+        super().__init__(cut.extents, cut.fqns, cut.shard_numel, cut.rank, cut.ranks)
+        self.even, self.alignment = cut, cut.alignment
+        self.sharded, self._joint = sharded, joint
         with torch.inference_mode(False):
-            firsts = [*chain.from_iterable(self._firsts)]
-            self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=communicator.device)
+            firsts = [*chain.from_iterable(cut.firsts)]
+            self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
             self._zeros = self._all_firsts  # once gradients come, zeros of their dtype
 
     def held_by_rank(self) -> list[list[int]]:
@@ -264,13 +287,13 @@ class FlatLayout(Layout):
         """Cuts a shard into this rank's pieces of the original parameters: 1-D, or whole if not sharded."""
         if not self.sharded:
             return self.views(shard)
-        parts = torch.split_with_sizes(shard, self._sizes)
-        return [*map(parts.__getitem__, self._indices)]
+        parts = torch.split_with_sizes(shard, self.even.sizes)
+        return [*map(parts.__getitem__, self.even.indices)]
 
     cut = pieces
 
     def own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        begin, (start, stop) = self.begins[index], self.bounds[index]
+        begin, (start, stop) = self.even.begins[index], self.even.bounds[index]
         own = tensor.reshape(-1)[begin : begin + stop - start]
         return own if self.sharded else own.view(self.extents[index].shape)
 
@@ -287,11 +310,11 @@ class FlatLayout(Layout):
         notes.index_add_(0, firsts, zeros)  # -0.0 + 0.0 is 0.0
         if False in used:  # one by one: an index tensor for the device would make the host wait
             unused = [not known for known in self._known_used(used)]
-            for first in chain.from_iterable(compress(self._firsts, unused)):
+            for first in chain.from_iterable(compress(self.even.firsts, unused)):
                 notes[first].fill_(-0.0)
 
     def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
-        for (start, stop), by_any in zip(self.bounds, self._known_used(used)):
+        for (start, stop), by_any in zip(self.even.bounds, self._known_used(used)):
             if by_any and stop > start:
                 shard[start] += 0.0
             else:
@@ -301,7 +324,7 @@ class FlatLayout(Layout):
         result = [*self._known_used(used)]
         firsts = {
             index: start
-            for index, ((start, stop), known, asks) in enumerate(zip(self.bounds, result, asked))
+            for index, ((start, stop), known, asks) in enumerate(zip(self.even.bounds, result, asked))
             if asks and not known and stop > start
         }
         if firsts:  # to look at numbers waits for the device

@@ -151,8 +151,8 @@ class _FlatParameter(FlatParameter):
         sharded = _params_of(self)
         infos = []
         for extent in sharded.layout.extents:
-            start, stop = extent.within(sharded.layout.first, sharded.layout.shard_numel)
-            first = sharded.layout.first + start - extent.start
+            start, stop = extent.within(sharded.layout.even.first, sharded.layout.shard_numel)
+            first = sharded.layout.even.first + start - extent.start
             offsets = (start, stop - start, first, first + stop - start - 1) if stop > start else (None,) * 4
             infos.append(torch_flat_param._ShardParamInfo(stop > start, *offsets))
         return tuple(infos)
