@@ -242,7 +242,7 @@ class ChunkLayout(Layout):
         end = cuts[-1].end
         self._used, self.noted_numel = slice(end, end + len(cuts)), len(cuts)
         super().__init__(cuts, [cut.fqn for cut in cuts], self._used.stop, rank, ranks)
-        self.sharded, self.alignment = sharded, alignment
+        self.sharded, self.alignment, self.updated = sharded, alignment, [True] * len(cuts)
         self._offsets = [cut.offset for cut in cuts]
         self._shapes = [cut.shape_of(cut.rows(self.rank)) for cut in cuts]
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self._shapes]

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import copy
-import operator
 import weakref
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch import nn
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamPlaces, ParamSlot, ShardAlignment, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
-from fsdp_wrap._params.layout import EvenCut, Extent, FlatLayout, alignment_of, shared
+from fsdp_wrap._params.layout import EvenCut, Extent, FlatLayout, JointLayout, alignment_of, shared
 from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap._params.sharded_params import Interval, ShardedParams, named_shapes
 
@@ -163,12 +162,6 @@ class HiddenFlatParameter(FlatParameter):
 class JointGradients(ShardGradients):
     """The gradient of a `FlatParameter`: one for all original parameters."""
 
-    def _cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        return [shard]
-
-    def _updated(self, used: Sequence[bool]) -> Sequence[bool]:
-        return [any(used)]
-
     def pieces(self) -> list[torch.Tensor | None]:
         grad = self._params[0].grad
         return [None] * len(self._sources) if grad is None else [*self._layout.pieces(grad)]
@@ -195,9 +188,6 @@ class SliceGradients(ShardGradients):
         for param, grad in zip(self._params, self._aside or ()):
             param.grad = grad
         self._aside = None
-
-    def _updated(self, used: Sequence[bool]) -> Sequence[bool]:
-        return [*map(operator.and_, used, self._layout.even.updated)]
 
     def joint(self) -> torch.Tensor | None:
         """Returns the gradient shard with the sharded parameters' gradients as views; None without any.
@@ -249,7 +239,7 @@ class FlatParams(ShardedParams):
     layout: FlatLayout
     flat_param: FlatParameter
     _kind = FlatParameter
-    _joint = False  # whether the parameters have one gradient between them
+    _layout_kind: ClassVar[type[FlatLayout]] = FlatLayout
 
     def __init__(
         self,
@@ -264,7 +254,7 @@ class FlatParams(ShardedParams):
     ) -> None:
         places = (*self._shapes_of(slots),), alignment_of(slots)
         cut = shared(EvenCut, *places, communicator.size, communicator.rank, alignment)
-        layout = FlatLayout(cut, communicator.device, sharded=sharded, joint=self._joint)
+        layout = self._layout_kind(cut, communicator.device, sharded)
         super().__init__(name, layout, slots, communicator, offload)
         self.module = module
         self._resides = not sharded and not self.offloaded
@@ -320,7 +310,7 @@ class FlatParams(ShardedParams):
         self.flat_param.data = shard
         self._lie_in(shard)
         self.gradients.follow(self.sources, self.sharded_params, shard)
-        for param, data in zip(self.sharded_params, [shard] if self._joint else self._pieces):
+        for param, data in zip(self.sharded_params, self.layout.cut(shard)):
             param.data = data
             if param.grad is not None:
                 grad, param.grad = param.grad, None
@@ -335,7 +325,7 @@ class FlatParams(ShardedParams):
 class JointParams(FlatParams):
     """The optimizer sees the `FlatParameter` alone; under the original names stand plain slices of it."""
 
-    _joint = True
+    _layout_kind = JointLayout
     _gradients_kind = JointGradients
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:

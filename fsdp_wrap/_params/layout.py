@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -81,11 +82,13 @@ class Layout(ABC):
         noted_numel: Elements at the end of each part that hold what `note_used` notes.
         packs_rows: Whether `packer` takes ranks x elements that do not lie side by side.
         sharded: Whether ranks have different parts.
+        updated: For each sharded parameter, whether this rank updates it, if all original ones are used.
         alignment: Positions in parameters at which shards may begin.
     """
 
     extents: Sequence[Extent]
     sharded: bool
+    updated: Sequence[bool]
     alignment: ShardAlignment | None
     in_place = True
     noted_numel = 0
@@ -114,7 +117,11 @@ class Layout(ABC):
 
     @abstractmethod
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts a tensor of the shard's size into a view for each original parameter, as a rank holds it."""
+        """Cuts a tensor of the shard's size into a view for each sharded parameter, in its shape."""
+
+    def updated_by(self, used: Sequence[bool]) -> Sequence[bool]:
+        """Returns for each sharded parameter whether this rank updates it, if these are used."""
+        return used
 
     @abstractmethod
     def own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -266,13 +273,12 @@ class FlatLayout(Layout):
         cut: Where the parameters lie, and this rank's part of them.
         device: Device of reduce buffers.
         sharded: Whether the buffer is cut; otherwise every rank's shard is the whole.
-        joint: Whether the parameters have one gradient between them: what uses one uses all.
     """
 
-    def __init__(self, cut: EvenCut, device: torch.device, *, sharded: bool, joint: bool) -> None:
+    def __init__(self, cut: EvenCut, device: torch.device, sharded: bool) -> None:
         super().__init__(cut.extents, cut.fqns, cut.shard_numel, cut.rank, cut.ranks)
-        self.even, self.alignment = cut, cut.alignment
-        self.sharded, self._joint = sharded, joint
+        self.even, self.sharded, self.alignment = cut, sharded, cut.alignment
+        self.updated = cut.updated
         with torch.inference_mode(False):
             firsts = [*chain.from_iterable(cut.firsts)]
             self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
@@ -292,6 +298,9 @@ class FlatLayout(Layout):
 
     cut = pieces
 
+    def updated_by(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [*map(operator.and_, used, self.even.updated)]
+
     def own_part(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         begin, (start, stop) = self.even.begins[index], self.even.bounds[index]
         own = tensor.reshape(-1)[begin : begin + stop - start]
@@ -301,7 +310,7 @@ class FlatLayout(Layout):
 
     def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
         """Returns which original parameters are known to have a gradient, if these were used."""
-        return [any(used)] * len(used) if self._joint else used
+        return used
 
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
         firsts, zeros = self._all_firsts, self._zeros
@@ -332,6 +341,23 @@ class FlatLayout(Layout):
             for index, number in zip(firsts, noted):
                 result[index] = number != 0 or math.copysign(1, number) > 0
         return result
+
+
+class JointLayout(FlatLayout):
+    """Parameters side by side that have one gradient between them: what uses one uses all."""
+
+    def __init__(self, cut: EvenCut, device: torch.device, sharded: bool) -> None:
+        super().__init__(cut, device, sharded)
+        self.updated = (True,)
+
+    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        return [shard]
+
+    def updated_by(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [any(used)]
+
+    def _known_used(self, used: Sequence[bool]) -> Sequence[bool]:
+        return [any(used)] * len(used)
 
 
 def _side_by_side(

@@ -62,16 +62,6 @@ class ShardGradients:
         new.arriving, new._marks = (), None
         return new
 
-    # per sharded parameter
-
-    def _cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts a shard into a view for each sharded parameter, in its shape."""
-        return self._layout.cut(shard)
-
-    def _updated(self, used: Sequence[bool]) -> Sequence[bool]:
-        """Returns which sharded parameters have gradients if these original ones have."""
-        return used
-
     # sums
 
     def add(self, reduced: torch.Tensor, used: Sequence[bool]) -> None:
@@ -86,7 +76,8 @@ class ShardGradients:
             self._marks.take_away()
         if self._accelerator is not None:
             reduced = self._accelerator.beside(reduced, self._shard)
-        pieces, updated = self._cut(reduced), self._updated(used)
+        layout = self._layout
+        pieces, updated = layout.cut(reduced), layout.updated_by(used) if False in used else layout.updated
         for param, piece, spec, by_any in zip(self._params, pieces, self._specs, updated):
             if by_any:
                 if param.grad is None:
@@ -178,7 +169,7 @@ class ShardGradients:
     def write_to(self, out: torch.Tensor) -> None:
         """Copies this rank's shard of the gradient to `out`, with zeros where there is none."""
         out.zero_()
-        for param, piece in zip(self._params, self._cut(out)):
+        for param, piece in zip(self._params, self._layout.cut(out)):
             if param.grad is not None:
                 piece.copy_(to_local(param.grad))
 
@@ -190,8 +181,8 @@ class ShardGradients:
             present: For each original parameter, whether it has one. Gradients that would not change are
                 left untouched, so that `zeroed` does not take a write for the user's.
         """
-        pieces = [None] * len(self._params) if own is None else self._cut(own)
-        for param, piece, wanted in zip(self._params, pieces, self._updated(present)):
+        pieces = [None] * len(self._params) if own is None else self._layout.cut(own)
+        for param, piece, wanted in zip(self._params, pieces, self._layout.updated_by(present)):
             if piece is None or not wanted:
                 param.grad = None
                 continue

@@ -64,6 +64,7 @@ class PackedParams(SliceParams):
         super().__init__(slots, communicator, **options)
 
     def _shapes_of(self, slots: Sequence[ParamSlot]) -> list[tuple[str, torch.Size]]:
+        # They are multiples of the alignment.
         return [(slot.fqn, torch.Size([packing.nbytes])) for slot, packing in zip(slots, self._packings)]
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
