@@ -46,8 +46,8 @@ from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.sharded_params import ShardedParams, Written
 from fsdp_wrap._params.showing import Showing, UnitDisplay
-from fsdp_wrap._params.state import MOVES, Until, Where
 from fsdp_wrap._params.side_data import refuse_other_codes, refuse_training
+from fsdp_wrap._params.state import MOVES, Until, Where
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
