@@ -39,7 +39,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp_wrap._params import DataMesh, chunk_numel, is_extension, to_local
+from fsdp_wrap._params import DataMesh, check_parts, chunk_numel, is_extension, to_local
 from fsdp_wrap._runtime import UnitOptions, over_replicas
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
@@ -231,6 +231,8 @@ def _location_of(slot: ParamSlot, placement_of: _Placements | None, data: DataMe
         result = cast(ShardPlacementResult, placement)
         over, placement = _mesh_of(slot, result.mesh_info, data), result.placement
     over.check(slot.fqn, slot.param)
+    if over.ranks.shard is not None:
+        check_parts(slot.fqn, slot.param, over.ranks.shard.size)
     if placement is None:
         return Location(over, 0)
     if is_extension(slot.param) and placement != Shard(0):

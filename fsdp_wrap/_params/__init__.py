@@ -12,8 +12,10 @@ from fsdp_wrap._params.dtensor import DTensorParams
 from fsdp_wrap._params.extensions import (
     ExtensionParams,
     PackedParams,
+    Use,
     check_extension,
     check_packable,
+    check_parts,
     inner_tensors,
     is_extension,
     is_packable,

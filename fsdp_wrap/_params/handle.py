@@ -5,6 +5,7 @@ SHARDED --gather--> GATHERING --wait--> FULL --reshard--> SHARDED. Resharding is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -41,7 +42,8 @@ from fsdp_wrap._params.collectives import (
     Reduction,
     Transport,
 )
-from fsdp_wrap._params.extensions import ExtensionSegment
+from fsdp_wrap._params.extensions import ExtensionSegment, Use
+from fsdp_wrap._params.gather_uses import GatherUses
 from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.sharded_params import ShardedParams, Written
@@ -105,6 +107,8 @@ class ParamHandle:
         self.contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, params, self._dtypes(self.in_full))]
         self._note_contents()
+        if self._extended:
+            self.plug_ins.attach(GatherUses())
         self.where, self.stays = Where.SHARDED, Until.NOW
         self.shown = UnitDisplay(self.segments)
         self._summoned: list[SummonedSegment] = []
@@ -262,8 +266,6 @@ class ParamHandle:
         elif self.post_forward_shards is not None:
             self._gathering = self.post_forward_shards.gather(segments)
         else:
-            if self._extended:
-                self._prepare()
             buffers = [segment.gathered for segment in segments]
             self._gathering = self.transport.gather_into(buffers, self._write_shards)
         assert (self.where, Where.GATHERING) in MOVES
@@ -273,13 +275,32 @@ class ParamHandle:
         for segment in self.segments:
             segment.write_shard()
 
-    def _prepare(self) -> None:
-        """Asks tensor subclasses for the tensors to gather."""
-        anew = [segment.prepare() for segment in self._extended]
+    def prepare(self, use: Use) -> None:
+        """Asks tensor subclasses for the tensors to gather for a use."""
+        anew = [segment.prepare(use) for segment in self._extended]
         if True in anew:
             self.generation += 1
             self.hookings += 1
-            self._note_contents()
+        self._note_contents()
+
+    def tell_use(self, whether_both: bool = False) -> Use | None:
+        """Tells a subclass that is asked now what it is asked for; None if none is."""
+        told = [segment.tell_use(whether_both) for segment in self._extended]
+        return next((use for use in told if use is not None), None)
+
+    @property
+    def depends_on_use(self) -> bool:
+        """Whether tensor subclasses give other tensors to be gathered for one use than for another."""
+        return any(segment.made_for is not None for segment in self._extended)
+
+    @property
+    def gives_both(self) -> bool:
+        """Whether tensor subclasses that depend on the use can give what serves both."""
+        return all(segment.gives_both for segment in self._extended)
+
+    def serves(self, use: Use) -> bool:
+        """Whether the values that were gathered last may be used so."""
+        return all(segment.serves(use) for segment in self._extended)
 
     @property
     def can_be_batched(self) -> bool:
@@ -523,18 +544,24 @@ class ParamHandle:
         """Returns the segments that take part in a reduction, the same on all ranks."""
         return [segment for segment in self.segments if segment.trainable or segment.gradients.waits]
 
-    def travelling_dtypes(self, reduced: bool) -> tuple[str, ...]:
-        """Returns the names of the dtypes in which parameters are gathered, or gradients reduced."""
-        dtypes = [
-            segment.gradients.buffer_dtype if reduced else segment.dtypes.param for segment in self.segments
-        ]
-        return tuple(dict.fromkeys(map(format_dtype, dtypes)))
+    def nbytes_by_dtype(self, reduced: bool) -> dict[str, int]:
+        """Returns the bytes of the full parameters, or of the gradients in a reduction, by dtype.
+
+        The dtypes are those in which they travel.
+        """
+        nbytes = Counter[torch.dtype]()
+        for segment in self.reduced_segments() if reduced else self.segments:
+            if reduced:
+                dtype = segment.gradients.buffer_dtype
+                nbytes[dtype] += segment.layout.numel * dtype.itemsize
+            else:
+                nbytes += segment.nbytes_by_dtype
+        return {format_dtype(dtype): count for dtype, count in nbytes.items()}
 
     @property
     def reduced_nbytes(self) -> int:
         """Bytes of the gradients in a reduction."""
-        segments = self.reduced_segments()
-        return sum(segment.layout.numel * segment.gradients.buffer_dtype.itemsize for segment in segments)
+        return sum(self.nbytes_by_dtype(reduced=True).values())
 
     def join(self, reduction: InReduction) -> None:
         """Leaves the gradients to a batched reduction, or to that of a plug-in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -81,6 +82,16 @@ class Segment:
         else:
             full = self._communicator.buffer(layout.full_numel, dtype)
         return full, full if layout.in_place else self._communicator.buffer(layout.numel, dtype)
+
+    @property
+    def made_for(self) -> object:
+        """For what the values were gathered; None where they are the same for all."""
+        return None
+
+    @property
+    def nbytes_by_dtype(self) -> Counter[torch.dtype]:
+        """Bytes of the full parameters by the dtype in which they travel."""
+        return Counter({self.dtypes.param: self.full.nbytes})
 
     @property
     def batched_nbytes(self) -> int:

@@ -336,9 +336,9 @@ class Unit:
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
         assert self.schedule is not None
-        nbytes = handle.unsharded_nbytes
         for act in at.to_gather:
             act((self,), phase)
+        nbytes = handle.unsharded_nbytes
         span = at.span(SpanKind.GATHER, phase, (self,), nbytes) if at.see_spans else NO_SPAN
         with span:
             handle.gather()

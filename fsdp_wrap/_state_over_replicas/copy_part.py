@@ -50,12 +50,16 @@ class CopyPart:
     def __init__(self, segment: Segment, copies: int, ranks: int, place: int) -> None:
         self._segment, self._copies, self._ranks, self._place = segment, copies, ranks, place
         self._made_of: _ShardState | None = None  # the shard at the last gather over the replicas
+        self._made_for: object = None
         self._steps = -1  # taken by optimizers then; none where a thread may be stepping
         self._reads = 0  # of the shard until then
         self.data = torch.empty(0)
 
     def follow(self, written: Written) -> None:
         """Takes over the segment's present buffer, and the versions of its shard."""
+        if self._made_for != self._segment.made_for:
+            self._made_of = None
+        self._made_for = self._segment.made_for
         self._written, buffer = written, self._segment.gathered.data
         self.regions = list(buffer.chunk(self._copies))
         self._column = buffer.view(self._copies, self._ranks, -1)[:, self._place]

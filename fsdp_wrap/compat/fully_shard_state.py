@@ -21,7 +21,7 @@ from fsdp_wrap import api
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._params import Segment, Where
+from fsdp_wrap._params import Segment, Use, Where
 from fsdp_wrap._runtime import REGISTRY, Doing, Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
@@ -191,15 +191,30 @@ class UnitGroup(_Proxy):
 
     @property
     def _reshard_after_forward(self) -> bool:
+        """Whether a backward gathers anew; not so for a tensor subclass that is asked for both at once."""
+        asked = self._tell_use(whether_both=True)
+        if asked is not None:
+            return asked is not Use.BOTH
         unit = self.unit
         known_root = unit.schedule is not None and not unit.nested
         return unit.options.reshard_after_forward and not (known_root and unit.options.keeps_as_root)
+
+    def _tell_use(self, whether_both: bool = False) -> Use | None:
+        """Returns what a tensor subclass is asked for now; None if none is."""
+        told = [unit.handle.tell_use(whether_both) for unit in self.unit.over_all_meshes]
+        return next((use for use in told if use is not None), None)
 
     reshard_after_backward = property(attrgetter("unit.options.reshards_after_backward"))
 
     @property
     def _training_state(self) -> Any:
-        """The unit's current use; a program may assign what it is."""
+        """The unit's current use, or that of the gather for which a tensor subclass is asked.
+
+        A program may assign what it is.
+        """
+        asked = self._tell_use()
+        if asked is not None:
+            return torchs.UseOfUnit.PRE_BACKWARD if asked is Use.BACKWARD else torchs.UseOfUnit.FORWARD
         return _USES[self.unit.doing]
 
     @_training_state.setter

@@ -6,8 +6,9 @@ May import: `_core`, `_comm`, and of `_params` the layouts and segments.
 Must never know: handles.
 """
 
+from fsdp_wrap._params.extensions.gathered import Use
 from fsdp_wrap._params.extensions.inner import like_made_of_tensors
-from fsdp_wrap._params.extensions.methods import check_extension, is_extension, is_packable
+from fsdp_wrap._params.extensions.methods import check_extension, check_parts, is_extension, is_packable
 from fsdp_wrap._params.extensions.packed import PackedParams
 from fsdp_wrap._params.extensions.packing import check_packable, inner_tensors
 from fsdp_wrap._params.extensions.segment import ExtensionSegment

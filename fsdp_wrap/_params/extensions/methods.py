@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_wrap._core import MixedPrecisionPolicy
+from fsdp_wrap._core import MixedPrecisionPolicy, ceil_div
 from fsdp_wrap._core.torch_private import is_traceable_wrapper_subclass
 from fsdp_wrap._params.extensions.inner import InnerTensors
 from fsdp_wrap._params.parallel import to_local
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+"""Says whether the gathered tensors are not needed after `POST`; optional, and of torch after 2.14."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _SIGNATURES = {1, 5}
@@ -55,7 +57,7 @@ def is_packable(param: torch.Tensor) -> bool:
 def check_extension(fqn: str, param: torch.Tensor) -> None:
     """Checks the methods of a subclass, if it has any yet."""
     local = to_local(param)
-    if hasattr(local, PRE) or hasattr(local, POST):
+    if any(hasattr(local, name) for name in (PRE, POST, RELEASES)):
         check_methods(fqn, local)
 
 
@@ -77,6 +79,32 @@ def check_methods(fqn: str, local: torch.Tensor) -> int:
             "module, mp_policy)"
         )
     return len(arguments)
+
+
+def check_parts(fqn: str, param: torch.Tensor, ranks: int) -> None:
+    """Refuses a subclass whose parts lose its methods: one of blocks makes plain tensors of broken blocks."""
+    local = to_local(param)
+    if not hasattr(local, PRE) or local.is_meta:
+        return
+    rows = ceil_div(local.shape[0], ranks)
+    part = local.detach().new_zeros((rows, *local.shape[1:]))
+    if not hasattr(part, PRE):
+        raise ValueError(
+            f"parameter '{fqn}' of shape {tuple(local.shape)} is a {type(local).__name__}, and {rows} of its "
+            f"rows on rank {dist.get_rank()} would be a {type(part).__name__}: its blocks cannot be divided "
+            f"over {ranks} ranks. Pad dimension 0 to a multiple of {ranks} blocks, shard over fewer ranks, "
+            "or make it a plain torch.nn.Parameter"
+        )
+
+
+def changed_kinds(fqn: str, local: torch.Tensor, use: object, now: object, before: object) -> RuntimeError:
+    """Returns the error for a part that gives other kinds of tensors than before for the same use."""
+    return RuntimeError(
+        f"the {type(local).__name__} in parameter '{fqn}' gave tensors of (shape, dtype) {now} to be "
+        f"gathered for {use}, and {before} before on rank {dist.get_rank()}; they must stay the same. What "
+        "differs between forward and backward must follow the state of its FSDP module, _training_state "
+        "and _reshard_after_forward"
+    )
 
 
 @dataclass(frozen=True)
@@ -136,6 +164,11 @@ class Whole:
         method: Any = getattr(local, POST)
         return method(outputs, metadata, dtype, **out)
 
+    def releases(self, local: torch.Tensor) -> bool:
+        """Whether a part's subclass does not need the gathered tensors once it has made the whole."""
+        ask = getattr(local, RELEASES, None)
+        return ask is not None and bool(ask())
+
     def _inner_of(self, local: torch.Tensor) -> InnerTensors | None:
         """Returns the description of inner tensors, unless the part has the methods by now."""
         return None if hasattr(local, PRE) else self.inner
@@ -155,7 +188,8 @@ class Whole:
                 f"parameter '{self.fqn}' of shape {tuple(self.size)} is not divided evenly, and {PRE} of its "
                 f"{type(local).__name__} returned a tensor of shape {tuple(tensor.shape)} on rank "
                 f"{dist.get_rank()}: the first dimension must have its {rows} rows, or {self.padded} as "
-                "on the first rank"
+                "on the first rank. For tensors with other rows, such as scales of blocks, pad the parameter "
+                f"so that {self.ranks} ranks get whole blocks, or shard over fewer ranks"
             )
         if tensor.shape[0] == self.padded:
             return tensor
@@ -163,12 +197,12 @@ class Whole:
         full[:rows].copy_(tensor)
         return full
 
-    def joined(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def joined(self, memory: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Views gathered bytes as one tensor, joined along the first dimension, without the padding."""
-        values = memory.view(like.dtype)
-        if not like.ndim:
+        values = memory.view(dtype)
+        if not shape:
             return values
-        rows = values.view(self.ranks * like.shape[0], *like.shape[1:])
+        rows = values.view(self.ranks * shape[0], *shape[1:])
         return rows[: self.size[0]] if self.uneven else rows
 
 
