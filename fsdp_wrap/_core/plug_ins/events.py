@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -40,6 +40,8 @@ class Event:
         way: Transport, such as "shared memory"; "" for the process group's own collectives.
         together: Names of all units that share the collective, in their order in it, with this unit; empty
             for a collective of this unit alone.
+        by_dtype: Of `UNSHARD`, the bytes by the dtype in which they travel, such as "bfloat16". A tensor
+            subclass may give tensors of several dtypes, and others in backward than in forward.
     """
 
     kind: EventKind
@@ -48,6 +50,7 @@ class Event:
     nbytes: int = 0
     way: str = ""
     together: tuple[str, ...] = ()
+    by_dtype: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 class _Observer(PlugIn):
@@ -59,8 +62,8 @@ class _Observer(PlugIn):
         self._observer = observer
 
     def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
-        way = unit.handle.communicator.way
-        self._observer(Event(EventKind.UNSHARD, unit.fqn, phase, nbytes, way, together))
+        way, by_dtype = unit.handle.communicator.way, unit.handle.nbytes_by_dtype(reduced=False)
+        self._observer(Event(EventKind.UNSHARD, unit.fqn, phase, nbytes, way, together, by_dtype))
 
     def sharded(self, unit: Any, phase: Phase, nbytes: int) -> None:
         self._observer(Event(EventKind.RESHARD, unit.fqn, phase, nbytes))

@@ -12,7 +12,12 @@ from torch.autograd.function import FunctionMeta
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fsdp_wrap._core.torch_private import has_storage, push_saved_tensor_hooks, replaced_saved_tensor_hooks
+from fsdp_wrap._core.torch_private import (
+    has_storage,
+    is_traceable_wrapper_subclass,
+    push_saved_tensor_hooks,
+    replaced_saved_tensor_hooks,
+)
 from fsdp_wrap.tools.planning.autocast import Autocast, without_autocast
 from fsdp_wrap.tools.planning.kernels import KERNELS
 from fsdp_wrap.tools.planning.ledger import Ledger, StorageRecord
@@ -184,7 +189,11 @@ def _getter(name: str) -> Any:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """Returns the tensor with the memory: the local part of a `DTensor`, the first tensor in a subclass."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    while is_traceable_wrapper_subclass(local):
+        local = getattr(local, local.__tensor_flatten__()[0][0])
+    return local
 
 
 def _data_ptr(record: StorageRecord, tensor: torch.Tensor) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from fsdp_wrap._core import format_bytes, format_count, format_seconds, own_output
@@ -55,6 +56,8 @@ class Plan:
             "reduce_scatter", "all_reduce", "broadcast", "all_to_all".
         collectives: Number of collectives issued in a step, by kind.
         payload_bytes: Bytes of the full tensors of these collectives, by kind.
+        gathered_bytes: Bytes of the full parameters that are gathered, by phase ("forward", "backward") and
+            dtype.
         host: Memory of the host.
         unfused: Names of the classes of optimizers that take `fused=True` and do not have it: their steps
             make temporaries.
@@ -85,6 +88,7 @@ class Plan:
     wire_bytes: Mapping[str, int]
     collectives: Mapping[str, int]
     payload_bytes: Mapping[str, int]
+    gathered_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     host: HostMemory = HostMemory()
     unfused: tuple[str, ...] = ()
     flops: int = 0
@@ -225,6 +229,10 @@ def _wire(plan: Plan) -> Iterator[str]:
         yield f"  {kind:<22}{plan.collectives[kind]:>10}{format_bytes(nbytes):>13}"
     if not plan.wire_bytes:
         yield "  nothing"
+    for phase, by_dtype in plan.gathered_bytes.items():
+        if len(by_dtype) > 1:
+            told = ", ".join(f"{dtype} {format_bytes(count)}" for dtype, count in by_dtype.items())
+            yield from wrap(f"  gathered in {phase}: {told}", 80, subsequent_indent="    ")
 
 
 def _time(plan: Plan) -> Iterator[str]:

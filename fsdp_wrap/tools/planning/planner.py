@@ -266,6 +266,7 @@ class _Planner:
             wire_bytes=dict(wire),
             collectives=dict(Counter(collective.kind for collective in recorder.collectives)),
             payload_bytes=dict(payload),
+            gathered_bytes={phase: dict(by_dtype) for phase, by_dtype in recorder.gathered.items()},
             host=self._host(second[1]),
             unfused=_unfused(self._optimizers),
             flops=recorder.flops,

@@ -131,6 +131,7 @@ class PlanRecorder(PlugIn):
         self.gather_counts: Counter[str] = Counter()
         self.reductions: Counter[str] = Counter()
         self.payload: Counter[str] = Counter()
+        self.gathered: dict[str, Counter[str]] = {}
         self.activations: Counter[str] = Counter()
         self.flops = 0
         self._last: Computing | None = None
@@ -186,6 +187,9 @@ class PlanRecorder(PlugIn):
     def backward_over(self, unit: Any, phase: Phase) -> None:
         self._await_arrivals(unit)  # whose copies came too late for its beginning
         self.computed(unit, Computing.BACKWARD)
+
+    def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
+        self.gathered.setdefault(phase.value, Counter()).update(unit.handle.nbytes_by_dtype(reduced=False))
 
     def span_begins(self, span: Span) -> None:
         ticket = self._next_ticket = self._next_ticket + 1
