@@ -245,6 +245,8 @@ def _inside(value: Any, module: ModuleType) -> Iterator[Any]:
     elif isinstance(value, type) and value.__module__ == module.__name__:
         yield from value.__bases__
         for attribute in vars(value).values():
-            function = getattr(attribute, "__func__", attribute)  # of a static or class method
+            # No attribute of anything else is asked for: some import when they are (`six.moves`).
+            of_class = isinstance(attribute, (staticmethod, classmethod))
+            function = attribute.__func__ if of_class else attribute
             yield function
             yield from _inside(function, module) if isinstance(function, FunctionType) else ()

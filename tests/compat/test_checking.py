@@ -127,6 +127,14 @@ EARLY = """
     choices = {"fsdp1": FullyShardedDataParallel, "fsdp2": fully_shard}
     kinds = (FSDPModule,)  # our modules are instances
     rebound = fully_shard
+
+    class Lazy:
+        def __getattr__(self, name):
+            raise ModuleNotFoundError(f"imported where it is asked for {name}, as modules of six.moves are")
+
+    class Moves:
+        gone = Lazy()
+
     build = lambda module: fsdp.fully_shard(module)
 """
 PROGRAM = """
