@@ -1,8 +1,8 @@
 """TRL's SFT and DPO with adapters on bitsandbytes' 4-bit weights, by accelerate's FSDP 1 and 2, unmodified.
 
 Two ranks train as one process on the pooled batch does. With FSDP 2 accelerate leaves weights in uint8 whole
-on each rank. In float32 they are sharded; with FSDP 1 transformers then computes in that dtype, and adapters,
-to which TRL gives bf16, do not fit.
+on each rank. In bf16 and float32 they are sharded. With FSDP 1 transformers makes units compute in the dtype
+of the storage, and peft casts to the dtype of the sharded adapters, which TRL makes bf16: float32 fails.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _train(rank, world_size, port, version, kind, storage, folder):
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-@pytest.mark.parametrize("version, storage", [(1, "uint8"), (2, "uint8"), (2, "float32")])
+@pytest.mark.parametrize(
+    "version, storage", [(1, "uint8"), (1, "bfloat16"), (2, "uint8"), (2, "bfloat16"), (2, "float32")]
+)
 def test_training_equals_one_process_on_the_pooled_batch(run, tmp_path, version, storage, kind):
     _save_model(kind, tmp_path / "model")
     _data(kind).save_to_disk(tmp_path / "data")
