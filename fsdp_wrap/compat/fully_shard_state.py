@@ -21,7 +21,7 @@ from fsdp_wrap import api
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._params import Segment, Use, Where
+from fsdp_wrap._params import ParamHandle, Segment, Until, Use, Where
 from fsdp_wrap._runtime import REGISTRY, Doing, Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
@@ -222,8 +222,8 @@ class UnitGroup(_Proxy):
         if state is not self._training_state:
             self._refuse("_training_state")
 
-    is_sharded = property(lambda self: self._handle.where is Where.SHARDED)
-    is_unsharded = property(lambda self: self._handle.where is Where.FULL)
+    is_sharded = property(lambda self: self._handle.where is Where.SHARDED or _waits(self._handle))
+    is_unsharded = property(lambda self: self._handle.where is Where.FULL and not _waits(self._handle))
 
     def unshard(self, async_op: bool = False) -> None:
         """Issues the all-gather."""
@@ -287,6 +287,11 @@ class UnitParam(_Proxy):
 
     _orig_size = property(attrgetter("sharded_param.shape"))
     sharded_size = property(attrgetter("_sharded_local_tensor.shape"))
+
+
+def _waits(handle: ParamHandle) -> bool:
+    """Whether full parameters are there only for the backward of an earlier forward, as torch keeps none."""
+    return handle.stays is Until.EARLIER
 
 
 def _modules_of(unit: Unit) -> tuple[nn.Module, ...]:
