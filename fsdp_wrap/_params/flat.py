@@ -32,14 +32,14 @@ class FlatParameter(nn.Parameter):
         _fqns: Names of the original parameters within the unit, in order.
         _shapes: Their shapes.
         _numels: Their element counts.
-        of_params: Reference to the parameters that it is the shard of, if any; used by `compat/internals.py`.
+        _of_params: Reference to the parameters whose shard it is, if any; `compat/internals.py` uses it.
         shard_alias: Another tensor of the same data, once it was asked for.
     """
 
     _fqns: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]
     _numels: tuple[int, ...]
-    of_params: ParamsRef | None = None
+    _of_params: ParamsRef | None = None
     shard_alias: torch.Tensor | None = None
     _fsdp_flattened = True  # marks sharded parameters for clients
     _is_flat_param = True  # marks flat parameters for torch
@@ -143,7 +143,7 @@ class HiddenFlatParameter(FlatParameter):
     """A `FlatParameter` that no optimizer sees; its gradient consists of its slices' gradients."""
 
     def _gradients(self) -> JointGradients | SliceGradients | None:
-        params: Any = None if self.of_params is None else self.of_params()
+        params: Any = None if self._of_params is None else self._of_params()
         return None if params is None else params.gradients
 
     @property
@@ -266,7 +266,7 @@ class FlatParams(ShardedParams):
 
     def _adopt(self, shard: torch.Tensor) -> None:
         self.flat_param = self._kind(shard, False, self.layout.extents)
-        self.flat_param.of_params, self.flat_param.shard_alias = ParamsRef(self), None
+        self.flat_param._of_params, self.flat_param.shard_alias = ParamsRef(self), None
         self._lie_in(shard)
 
     def _lie_in(self, shard: torch.Tensor) -> None:

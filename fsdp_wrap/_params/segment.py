@@ -1,4 +1,4 @@
-"""`Segment`: the memory of one layout's parameters: unsharded buffer, leaves and their gradients."""
+"""`Segment`: the memory of one segment of a unit: unsharded buffer, leaves and their gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FREED = 1 << 31
 
 
 class Segment:
-    """One layout with its unsharded buffer, its leaves and their gradients.
+    """Sharded parameters with their unsharded buffer, their leaves and the gradients of these.
 
     Attributes:
         full: The unsharded buffer.

@@ -109,7 +109,7 @@ def _attributes_of(slot: ParamSlot, part: LocalPart | None, side: SideData | Non
 
 
 class Owner(Protocol):
-    """The unit that owns the parameters of a layout."""
+    """The unit that owns the parameters of a segment."""
 
     def name_of(self, param: str) -> str:
         """Returns a parameter's name relative to the root, from its name relative to the unit."""
@@ -348,7 +348,7 @@ class ShardedParams(ABC):
         """
 
     def belong_to(self, owner: Owner) -> None:
-        """Sets the unit that owns the parameters; the layout does not keep it alive."""
+        """Sets the unit that owns the parameters; it is not kept alive."""
         self._owner = weakref.ref(owner)
 
     @property

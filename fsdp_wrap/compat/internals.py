@@ -74,7 +74,7 @@ def _given_to(owner: type) -> Callable[[type], type]:
 
 
 def _params_of(param: FlatParameter) -> FlatParams:
-    sharded = None if param.of_params is None else param.of_params()
+    sharded = None if param._of_params is None else param._of_params()
     if sharded is None:
         raise AttributeError(
             f"this FlatParameter, of '{param._fqns[0]}' and others, is a copy, or its model is gone: read "
@@ -106,7 +106,7 @@ class _FlatParameter(FlatParameter):
     @property
     def _local_shard(self) -> torch.Tensor:
         """The shard: one object until it moves, as programs compare identities."""
-        own = self if self.of_params is None else _params_of(self).flat_param
+        own = self if self._of_params is None else _params_of(self).flat_param
         if own.shard_alias is None or _lies_elsewhere(own.shard_alias, own):
             own.shard_alias = own.data
         return own.shard_alias
@@ -114,7 +114,7 @@ class _FlatParameter(FlatParameter):
     @_local_shard.setter
     def _local_shard(self, shard: torch.Tensor) -> None:
         """Replaces the shard, as assigning `.data` does."""
-        own = self if self.of_params is None else _params_of(self).flat_param
+        own = self if self._of_params is None else _params_of(self).flat_param
         if shard.shape != own.shape:
             raise ValueError(
                 f"the shard of the FlatParameter of '{own._fqns[0]}' and others has shape "
@@ -204,7 +204,7 @@ class FlatHandle:
             return shard
         full = _copy_of_full(self._owner)[: self._owner.layout.extents[-1].stop]
         shown = HiddenFlatParameter(full, shard.requires_grad, self._owner.layout.extents)
-        shown.of_params = shard.of_params
+        shown._of_params = shard._of_params
         return shown
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
 """Parameters of tensor subclasses, which may define their own inputs and outputs of all-gathers.
 
-Lives here: the calls of the subclass's methods, the layout of such parameters and their segment; and the
-wrapper's layout of frozen ones as bytes.
-May import: `_core`, `_comm`, and of `_params` the layouts and segments.
+Lives here: the calls of the subclass's methods, such parameters when they are sharded, and their segment;
+and the wrapper's frozen ones as bytes.
+May import: `_core`, `_comm`, and of `_params` the sharded parameters and segments.
 Must never know: handles.
 """
 
