@@ -5,8 +5,10 @@ between them is put together by hand. All else is tested in one form of a model.
 """
 
 import functools
+import gc
 import itertools
 import operator
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -224,6 +226,22 @@ def test_one_element_takes_no_more_than_itself(kind):
     assert [sharded.intervals()[0].data.numel() for sharded in ranks.params] == [1, 0]
 
 
+@each_kind
+def test_units_of_the_same_shapes_share_their_geometry_as_long_as_one_lives(kind):
+    one, two, lower = Ranks(kind, 2), Ranks(kind, 2), Ranks(kind, 2, torch.bfloat16)
+    for rank, (first, second, other) in enumerate(zip(one.params, two.params, lower.params)):
+        assert first.layout.extents is second.layout.extents
+        assert first.layout.extents is not other.layout.extents, "they begin at other elements"
+        assert first.layout.rank == rank
+    held = weakref.ref(first.layout if kind == "dtensor" else first.layout.even)
+    del one, first
+    gc.collect()
+    assert held() is not None
+    del two, second
+    gc.collect()
+    assert held() is None
+
+
 def test_columns_are_no_intervals():
     sharded = Ranks("dtensor", 2, dims=(1, 1, 1, 2, 0, 0)).params[0]
     for ask in (sharded.intervals, sharded.layout.held_by_rank):
@@ -426,6 +444,9 @@ def test_zeroing_is_told_from_nothing(kind):
     assert all(sharded.gradients.zeroed())
     sharded.gradients.add(torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype), [False] * 6)
     assert all(source.grad is None for source in sharded.sources), "what no rank has used has no gradient"
+    sharded.gradients.mark_unsynced()
+    sharded.gradients.add(torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype), [False] * 6)
+    assert all(source.grad is None for source in sharded.sources), "marks go with the next sum"
     sharded.gradients.mark_partial()
     marked = [source.grad is not None for source in sharded.sources]
     assert marked == (
