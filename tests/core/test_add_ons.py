@@ -34,7 +34,7 @@ ADD_ONS = {
     ),
     "state over replicas": AddOn(
         ["_state_over_replicas/"],
-        ["state_over_replicas/"],
+        ["state_over_replicas/", "params/test_phased_gathers.py"],
         "torch.distributed.init_process_group('fake', rank=0, world_size=4); mesh = "
         "torch.distributed.init_device_mesh('cpu', (2, 2)); "
         "fsdp_wrap.fully_shard(torch.nn.Linear(4, 4), mesh=mesh, state_over_replicas=True)",
@@ -48,7 +48,10 @@ ADD_ONS = {
     ),
     "uneven ranks": AddOn(
         ["_uneven/"],
-        ["uneven/", "tools/test_plan.py", "tools/test_timelines.py", "whole/test_benchmarks.py"],
+        [
+            *("uneven/", "params/test_phased_gathers.py", "tools/test_plan.py", "tools/test_timelines.py"),
+            "whole/test_benchmarks.py",
+        ],
         "fsdp_wrap.uneven",
         "AttributeError: module 'fsdp_wrap' has no attribute 'uneven'",
     ),
@@ -93,6 +96,7 @@ ADD_ONS = {
         [
             *("compat/", "clients/", "params/test_attributes.py", "parallel/test_pipelines.py"),
             *("state/test_optim_input.py", "state/test_optim_state_dict.py", "whole/test_benchmarks.py"),
+            *("params/test_phased_bytes.py", "params/test_phased_gathers.py"),
         ],
         "import fsdp_wrap.compat",
         "ModuleNotFoundError: No module named 'fsdp_wrap.compat'",
