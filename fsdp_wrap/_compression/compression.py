@@ -66,11 +66,15 @@ def _reducing(codec: Codec, handle: ParamHandle) -> Codec:
 
 
 class CompressedTransport:
-    """A `Transport` that encodes a unit's parameters and gradients; without a codec they stay as they are."""
+    """A `Transport` that encodes a unit's parameters and gradients; without a codec they stay as they are.
+
+    So do parameters that are codes, such as those of 4 bits: their dtype is not that of their numbers.
+    """
 
     def __init__(self, gathers: Codec | None, reductions: Codec | None, handle: ParamHandle) -> None:
         self._communicator, self.positions = handle.communicator, handle.communicator.positions
         self._gathers, self._reductions = gathers, reductions
+        self._of_codes = [layout.holds_codes for layout in handle.layouts]
         self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
         self.compresses_reductions = reductions is not None
 
@@ -82,7 +86,10 @@ class CompressedTransport:
         for buffer in buffers:
             buffer.allocate()
         full = [buffer.data for buffer in buffers]
-        sent = [self._room(codec, numbers) for numbers in full]
+        sent = [
+            numbers if of_codes else self._room(codec, numbers)
+            for numbers, of_codes in zip(full, self._of_codes, strict=True)
+        ]
         encodings = [(numbers, room) for numbers, room in zip(full, sent) if room is not numbers]
 
         def fill_encoded() -> None:

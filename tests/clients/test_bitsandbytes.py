@@ -35,6 +35,7 @@ from fsdp_wrap import (
     iter_full_params,
 )
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.comm_hooks import compress
 from fsdp_wrap.weights import weight_source
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from launch import needs
@@ -251,6 +252,17 @@ def test_codes_are_not_cast_by_mixed_precision(rank, world_size, front):
         block.up.bias.data, block.down.bias.data = block.up.bias.data.half(), block.down.bias.data.half()
     x = inputs(1)[0].half()
     assert torch.equal(model(x), wanted(x))
+
+
+@each_front
+@ranks(2)
+def test_codes_are_not_compressed(rank, world_size, front):
+    """Their dtype is that of a storage, not of numbers; what is beside them is small, and stays exact too."""
+    for storage in (torch.uint8, torch.bfloat16, torch.float32):
+        model = fronts.shard(front, net(storage=storage), ModuleWrapPolicy({nn.Sequential}))
+        compress(model, gathers="int8")
+        x = inputs(1)[0]
+        assert torch.equal(model(x), net(storage=storage)(x)), storage
 
 
 @pytest.mark.parametrize("front", FRONTS[:2])
