@@ -20,6 +20,9 @@ from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, write_fi
 from fsdp_wrap.checkpoint._team import ALONE
 from fsdp_wrap.checkpoint._torch_private import unflatten_state_dict
 
+_BESIDE_CODES = ".quant_state.bitsandbytes__"
+"""What follows the name of a weight in an entry that tells how its codes were made."""
+
 
 def step_to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
     """Writes full model and optimizer state as one file that `torch.load(weights_only=True)` reads.
@@ -75,6 +78,8 @@ def export(
     """Writes a model's tensors as safetensors files with Hugging Face's index; holds one tensor at a time."""
     if out.resolve() == source.held.place.resolve() or out.is_file():
         raise ValueError(f"{out} cannot be written to: name another folder")
+    if dtype is not None:
+        _refuse_codes(source)
 
     def wanted(own: torch.dtype) -> torch.dtype:
         return dtype if dtype is not None and own.is_floating_point else own
@@ -89,6 +94,17 @@ def export(
     written = read_safetensors(out)
     _require_all(source, {name: value.whole for name, value in written.items()}, out, wanted)
     return files
+
+
+def _refuse_codes(source: Source) -> None:
+    """Refuses to cast codes of weights, which would mean other values then, and their scales."""
+    for name in source.described:
+        weight, coded, _ = name.partition(_BESIDE_CODES)
+        if coded:
+            raise ValueError(
+                f"'{weight}' in {source.held.place} holds codes of bitsandbytes, which keep their dtype: "
+                "export without --dtype, or write the numbers of the sharded model by export_safetensors"
+            )
 
 
 def _model(source: Source) -> dict[str, Any]:

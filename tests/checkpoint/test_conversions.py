@@ -187,9 +187,13 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
     torch.save("a text", tmp_path / "text.pt")
     torch.save({"epoch": 3}, tmp_path / "counts.pt")
     torch.save({"model": plain.state_dict(), "optim": adamw(plain).state_dict()}, tmp_path / "ids.pt")
+    codes = {"up.weight": torch.ones(8, 1, dtype=torch.bfloat16), "up.weight.absmax": torch.ones(1)}
+    codes["up.weight.quant_state.bitsandbytes__nf4"] = torch.ones(9, dtype=torch.uint8)
+    torch.save({"model": codes}, tmp_path / "codes.pt")
     dcp.save({"random": {"cpu": torch.get_rng_state()}}, checkpoint_id=tmp_path / "other")
     shutil.copytree(saved / "torchs", tmp_path / "several" / "a")
     before = {path.name for path in tmp_path.iterdir()}
+    places = {"run_": run_ / "step_00000001", "codes": tmp_path / "codes.pt"}
     for arguments, text in [
         (("inspect", nothing), "there is no folder"),
         (("inspect", run_, "--step", 4), "there is no step 4 in"),
@@ -205,6 +209,10 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
         (("convert", tmp_path / "text.pt", tmp_path / "back"), "holds no state dict, but an object of str"),
         (("export", run_, tmp_path / "full.pt"), "full.pt cannot be written to"),
         (("export", run_, tmp_path / "out", "--max-shard-size", "big"), "max_shard_size must"),
+        (
+            ("export", tmp_path / "codes.pt", tmp_path / "out", "--dtype", "bfloat16"),
+            "'up.weight' in {codes}",
+        ),
         (("export", tmp_path / "m.pt", "--step", 3), "--step 3 is for folders of steps"),
         (("inspect", tmp_path / "several"), "name one of the folders in it: a"),
         (("inspect", tmp_path / "counts.pt"), "counts.pt holds no model, only epoch\n"),
@@ -216,7 +224,7 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
         (("export", run_, "--model", "actor"), "nothing in {run_} is called 'actor'; it holds model, random"),
     ]:
         code, _, err = run(capsys, *arguments)
-        assert code == 2 and text.format(run_=run_ / "step_00000001") in err and err.count("\n") == 1, err
+        assert code == 2 and text.format(**places) in err and err.count("\n") == 1, err
     for wrong in (("export", run_, "--dtype", "int4"), ("mend", tmp_path)):
         code, _, err = run(capsys, *wrong)
         assert code == 2 and "invalid choice" in err
