@@ -74,7 +74,7 @@ class CompressedTransport:
     def __init__(self, gathers: Codec | None, reductions: Codec | None, handle: ParamHandle) -> None:
         self._communicator, self.positions = handle.communicator, handle.communicator.positions
         self._gathers, self._reductions = gathers, reductions
-        self._of_codes = [layout.holds_codes for layout in handle.layouts]
+        self._of_codes = [sharded.holds_codes for sharded in handle.params]
         self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
         self.compresses_reductions = reductions is not None
 
