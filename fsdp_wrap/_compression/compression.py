@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_wrap._comm import Buffer, Pending, Then
 from fsdp_wrap._compression.codecs import CODECS, Codec, ExactTail
 from fsdp_wrap._core import is_castable
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import ParamHandle, holds_codes
 from fsdp_wrap._runtime import handles_of, refuse_unsharded, require_idle, units_in
 from fsdp_wrap._state import compression
 
@@ -74,7 +74,7 @@ class CompressedTransport:
     def __init__(self, gathers: Codec | None, reductions: Codec | None, handle: ParamHandle) -> None:
         self._communicator, self.positions = handle.communicator, handle.communicator.positions
         self._gathers, self._reductions = gathers, reductions
-        self._of_codes = [sharded.holds_codes for sharded in handle.params]
+        self._of_codes = [holds_codes(sharded.side_data) for sharded in handle.params]
         self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
         self.compresses_reductions = reductions is not None
 
