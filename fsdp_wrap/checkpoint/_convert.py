@@ -13,6 +13,7 @@ import torch
 from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._contents import Source
 from fsdp_wrap.checkpoint._loading import verified
+from fsdp_wrap.checkpoint._places.folder import Folder
 from fsdp_wrap.checkpoint._safetensors import read_safetensors, write_safetensors
 from fsdp_wrap.checkpoint._saving import SharedSave
 from fsdp_wrap.checkpoint._sources import PATIENCE, open_source, opened, tensors, verifying, watched
@@ -62,9 +63,8 @@ def to_step(source: Source, dir: Path, step: int | None = None, **more: Any) -> 
             "--model model takes the model alone"
         )
     state = {"model": _model(source), **more}
-    folder = SharedSave(
-        parent=dir, team=ALONE, state=state, step=step, progress=True, patience=PATIENCE
-    ).write()
+    save = SharedSave(place=Folder(dir), team=ALONE, state=state, step=step, progress=True, patience=PATIENCE)
+    folder = save.write()
     verified(ALONE, folder, verifying)
     saved = open_source(folder)
     names = saved.bare().names

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._core import own_folder
-from fsdp_wrap.checkpoint._folders import MARK
+from fsdp_wrap.checkpoint._places.folder import MARK
 from fsdp_wrap.checkpoint._team import Team
 
 T = TypeVar("T")

@@ -23,11 +23,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from fsdp_wrap._core import listed, refuse_others, warn_caller
-from fsdp_wrap.checkpoint import _folders as folders
-from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._hosts import Hosts, Move, carry_out
 from fsdp_wrap.checkpoint._manifest import (
-    MANIFEST,
+    DRAFT,
     METADATA,
     DamagedCheckpoint,
     Fault,
@@ -36,10 +34,13 @@ from fsdp_wrap.checkpoint._manifest import (
     metadata_in,
     verify,
 )
+from fsdp_wrap.checkpoint._places.folder import Folder
+from fsdp_wrap.checkpoint._places.place import where_is
+from fsdp_wrap.checkpoint._places.steps import disk_path, sum_of_manifest
 from fsdp_wrap.checkpoint._storage import KnownReader, Save, rank_of
 from fsdp_wrap.checkpoint._team import Team
 
-_EVERYWHERE = (METADATA, MANIFEST)
+_EVERYWHERE = (METADATA, DRAFT)
 
 
 class InMemory:
@@ -63,7 +64,7 @@ class InMemory:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder).absolute()
+        self.folder = disk_path(folder, "InMemory")
 
     def __repr__(self) -> str:
         return f"InMemory({str(self.folder)!r})"
@@ -92,7 +93,7 @@ class InMemory:
         """
         if self.folder.is_dir():
             refuse_others(self.folder, alone=True)
-            folders.remove_steps(self.folder)
+            Folder(self.folder).clear()
 
     def find(self, team: Team, step: int | None) -> tuple[Path, Manifest, Callable[[], KnownReader]]:
         """Finds a step whose files are all on some host, and has its bytes verified; collective.
@@ -112,8 +113,8 @@ class InMemory:
         """
         team = team.in_background()
         hosts = Hosts.of(team, self.folder)
-        chosen = _chosen(_steps_of(hosts, self.folder), step, place_of(self.folder))
-        folder = folders.step_folder(self.folder, chosen.number)
+        chosen = _chosen(_steps_of(hosts, self.folder), step, where_is(self.folder))
+        folder = Folder(self.folder).step_folder(chosen.number)
         chosen = _intact(hosts, folder, chosen)
         source = min(chosen.files)
         manifest, index = team.on(source, lambda: (Manifest.read(folder), (folder / METADATA).read_bytes()))
@@ -153,9 +154,9 @@ def _steps_of(hosts: Hosts, folder: Path) -> list[_HeldStep]:
 def _held(folder: Path) -> list[tuple[int, int, frozenset[str], frozenset[str]]]:
     """Returns the steps on this host: number, CRC-32 of the manifest, all files, and those that are there."""
     held = []
-    for number, path in folders.steps_in(folder).items():
+    for number, path in Folder(folder).steps().items():
         try:
-            manifest, total = Manifest.read(path), folders.sum_of_manifest(path)
+            manifest, total = Manifest.read(path), sum_of_manifest(path)
         except DamagedCheckpoint:
             continue
         names = frozenset(manifest.files)
@@ -221,7 +222,7 @@ class MemorySave(Save):
         hosts = Hosts.of(team, self.folder)
         if len(hosts.heads) == 1 and team.is_first:
             warn_caller(
-                f"all ranks keep their checkpoint in the memory of one host ({place_of(self.folder)}): it is "
+                f"all ranks keep their checkpoint in the memory of one host ({where_is(self.folder)}): it is "
                 "lost with that host. Run on several hosts, or save to disk as well"
             )
         step = self.step
@@ -229,16 +230,16 @@ class MemorySave(Save):
             step = max((earlier.number for earlier in _steps_of(hosts, self.folder)), default=0) + 1
         doing = f"saving step {step} in the memory of {len(hosts.heads)} hosts (other steps are as they were)"
         with ExitStack() as held:
-            name = hosts.on_first(lambda: held.enter_context(folders.begun(self.folder, step))[1])
+            place = Folder(self.folder)
+            name = hosts.on_first(lambda: held.enter_context(place.begun(step))[1])
             written = self.folder / name
             with team.in_dcp(doing):
                 bar = self.progress and team.is_first
                 self.writer(written, step, team.size, bar).save(self.state, team)
             self._spread(hosts, written)
-            final = folders.step_folder(self.folder, step)
-            hosts.on_first(lambda: folders.publish(written, step, None))  # on all hosts, before anything goes
-            hosts.on_first(lambda: folders.keep_newest(self.folder, self.keep_last or 1))
-        return final
+            hosts.on_first(lambda: place.publish(name, step, None))  # on all hosts, before anything goes
+            hosts.on_first(lambda: place.keep_newest(self.keep_last or 1))
+        return place.step_folder(step)
 
     def _spread(self, hosts: Hosts, written: Path) -> None:
         """Copies the index to all hosts, and each rank's files to its neighbour."""
@@ -252,7 +253,7 @@ class MemorySave(Save):
                         file.write(data)
 
         team.together(write_index)
-        manifest = team.together(lambda: Manifest.read(written))
+        manifest = team.together(lambda: Manifest.read(written, DRAFT))
         takers = {rank: hosts.neighbour(rank) for rank in range(team.size)}
         moves = [
             Move(writer, taker, name, 0, manifest.size_of(name))
@@ -278,7 +279,7 @@ class MemorySave(Save):
 def _refuse_lacking(manifest: Manifest, written: Path, expected: Iterable[str]) -> None:
     lacks = [f"{fault.file} {fault.lack}" for fault in manifest.missing(written) if fault.file in expected]
     if lacks:
-        raise RuntimeError(f"what was written {place_of(written)} is not there: {'; '.join(lacks)}")
+        raise RuntimeError(f"what was written {where_is(written)} is not there: {'; '.join(lacks)}")
 
 
 # loading

@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_wrap._core import listed, tells_keywords, warn_caller
-from fsdp_wrap.checkpoint import _folders as folders
-from fsdp_wrap.checkpoint._folders import place_of
 from fsdp_wrap.checkpoint._in_memory import InMemory
 from fsdp_wrap.checkpoint._manifest import (
     DamagedCheckpoint,
@@ -27,6 +25,8 @@ from fsdp_wrap.checkpoint._manifest import (
     format_faults,
     read_metadata,
 )
+from fsdp_wrap.checkpoint._places import steps
+from fsdp_wrap.checkpoint._places.place import where_is
 from fsdp_wrap.checkpoint._saving import wait_for_pending
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, unpacked
@@ -71,7 +71,7 @@ def load(
 
     Args:
         dir: Where steps were saved, for the newest complete one or `step`; or a step folder. All ranks must
-            see the same one there.
+            see the same one there. A path, or a URL as for `save`.
         model: Wrapped or plain.
         optim: One or several optimizers of it; None to leave their state.
         extra: By name; those with `load_state_dict` are loaded in place.
@@ -87,6 +87,7 @@ def load(
         attributes `step` and `folder`.
 
     Raises:
+        ImportError: If the package for a URL's kind of store is not installed; nothing has changed then.
         TypeError: If an argument has the wrong type.
         ValueError: If there is no such step, ranks do not see the same one, or names or shapes do not fit;
             nothing has changed then.
@@ -112,7 +113,7 @@ def load(
     values = team.together(lambda: subject.put_in_extra(saved["extra"]))
     if restore_random_state and saved["random"] is not None:
         set_random_state(saved["random"])
-    return Loaded(values, folders.number_of(folder, manifest.step), folder)
+    return Loaded(values, steps.number_of(folder, manifest.step), folder)
 
 
 def _found(
@@ -121,15 +122,17 @@ def _found(
     """Returns a verified step folder in this rank's path, its manifest and what opens it."""
     if isinstance(dir, InMemory):
         return dir.find(team, step)
-    folder = _agreed_folder(team, Path(dir).absolute(), step)
+    folder = _agreed_folder(team, dir, step)
     manifest = verified(team, folder)
     return folder, manifest, lambda: KnownReader(folder, read_metadata(folder))
 
 
-def _agreed_folder(team: Team, dir: Path, step: int | None) -> Path:
+def _agreed_folder(team: Team, dir: str | os.PathLike[str], step: int | None) -> Path:
     """Returns the step folder that the first rank has found, as this rank names it."""
-    folder = dir / team.on_first(lambda: folders.find(dir, step).relative_to(dir))
-    by_rank = team.gather((place_of(folder), folder.is_dir(), folders.sum_of_manifest(folder)))
+    parent = team.together(lambda: steps.path_at(dir))
+    name = team.on_first(lambda: "" if (found := steps.find(parent, step)) == parent else found.name)
+    folder = parent / name
+    by_rank = team.gather((where_is(folder), folder.is_dir(), steps.sum_of_manifest(folder)))
     first, *expected = by_rank[0]
     lost = [
         f"rank {rank} {_lacking(is_there, manifest)} ({place})"
@@ -154,7 +157,7 @@ def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:
     """Verifies every byte on some rank; returns the manifest, or raises the same on all ranks."""
     manifest = team.on_first(lambda: _read_manifest(folder))
     _, by_rank = team.agreed(
-        lambda: (None, (place_of(folder), manifest.faults(folder, team.rank, team.size, shown)))
+        lambda: (None, (where_is(folder), manifest.faults(folder, team.rank, team.size, shown)))
     )
     if faults := _of_all_ranks(by_rank):
         team.on_first(lambda: refuse(folder, format_faults(folder, faults)))
@@ -163,7 +166,7 @@ def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:
 
 def refuse(folder: Path, lacks: list[str]) -> NoReturn:
     """Raises a `DamagedCheckpoint` that names the faults, and the step before that is complete."""
-    earlier = folders.complete_before(folder)
+    earlier = steps.complete_before(folder)
     hint = "no earlier step beside it is complete"
     if earlier is not None:
         hint = f"the step before is complete: load {earlier}"

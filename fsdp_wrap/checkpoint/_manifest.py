@@ -15,11 +15,12 @@ import pathlib
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cache, partial
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -32,6 +33,8 @@ from fsdp_wrap._core.torch_private import get_layout
 from fsdp_wrap.checkpoint._torch_private import StorageInfo
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
+DRAFT = ".manifest.json.draft"
+"""What the manifest of a step is called until the step is published."""
 _CHUNK = 2**22
 
 
@@ -70,10 +73,10 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
         """Reads the manifest of a step folder, or raises `DamagedCheckpoint`."""
         try:
-            data = (folder / MANIFEST).read_bytes()
+            data = (folder / name).read_bytes()
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
         except OSError as error:
@@ -86,11 +89,11 @@ class Manifest:
             pass
         raise DamagedCheckpoint(f"{MANIFEST} is not as it was written")
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, name: str = MANIFEST) -> None:
         """Writes the manifest into a step folder, durably."""
         content: dict[str, Any] = asdict(self)
         content["crc"] = zlib.crc32(_encoded(content))
-        with durable(folder / MANIFEST) as file:
+        with durable(folder / name) as file:
             file.write(_encoded(content))
 
     def size_of(self, name: str) -> int:
@@ -104,11 +107,16 @@ class Manifest:
 
     def missing(self, folder: Path) -> list[Fault]:
         """Returns which files are not there or of another size, without reading them."""
-        return [Fault(name, lack) for name in self.files if (lack := self._lack(folder, name))]
+        there: dict[str, Path] = {}
+        with suppress(OSError):
+            there = {path.name: path for path in folder.iterdir()}  # which a store tells with all sizes
+        return [
+            Fault(name, lack) for name in self.files if (lack := self._lack(there.get(name, folder / name)))
+        ]
 
-    def _lack(self, folder: Path, name: str) -> str | None:
+    def _lack(self, file: Path) -> str | None:
         try:
-            size, expected = (folder / name).stat().st_size, self.size_of(name)
+            size, expected = file.stat().st_size, self.size_of(file.name)
         except FileNotFoundError:
             return "is missing"
         except OSError as error:
@@ -137,13 +145,17 @@ class Manifest:
 
 def verify(folder: Path, pieces: Iterable[ByteRange]) -> Iterator[Fault]:
     """Reads pieces of files and yields those that are not as they were written."""
-    for file, offset, length, crc in pieces:
-        span = range(offset, offset + length)
-        try:
-            if crc_of(folder / file, offset, length) != crc:
-                yield Fault(file, f"bytes {span.start} to {span.stop} are not as written", span)
-        except OSError as error:
-            yield Fault(file, f"cannot be read: {error}", span)
+    for name, of_file in groupby(pieces, attrgetter("file")):
+        with ExitStack() as held:
+            file: Any = None
+            for _, offset, length, crc in of_file:
+                span = range(offset, offset + length)
+                try:
+                    file = file or held.enter_context((folder / name).open("rb", buffering=0))
+                    if _crc_in(file, offset, length) != crc:
+                        yield Fault(name, f"bytes {span.start} to {span.stop} are not as written", span)
+                except OSError as error:
+                    yield Fault(name, f"cannot be read: {error}", span)
 
 
 def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
@@ -163,13 +175,13 @@ def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming(path: object) -> Iterator[None]:
     """Lets errors of a file's writes name it, also those of what was buffered."""
     try:
         yield
     except OSError as error:
         if error.filename is None and error.errno is not None:  # else its text would be lost
-            error.filename = os.fspath(path)
+            error.filename = str(path)
         raise
 
 
@@ -179,7 +191,8 @@ def durable(path: Path) -> Iterator[BinaryIO]:
     with naming(path), path.open("xb") as file:
         yield file
         file.flush()
-        os.fsync(file.fileno())
+        with suppress(io.UnsupportedOperation):  # an object is durable when it is there
+            os.fsync(file.fileno())
 
 
 def _places(folder: Path) -> list[tuple[str, int, str]]:
@@ -192,11 +205,15 @@ def _places(folder: Path) -> list[tuple[str, int, str]]:
 
 def crc_of(path: Path, offset: int, length: int) -> int:
     """Returns the CRC-32 of some bytes of a file; -1 if it is shorter."""
+    with path.open("rb", buffering=0) as file:
+        return _crc_in(file, offset, length)
+
+
+def _crc_in(file: IO[bytes], offset: int, length: int) -> int:
     crc = 0
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        while length > 0 and (data := file.read(min(length, _CHUNK))):
-            crc, length = zlib.crc32(data, crc), length - len(data)
+    file.seek(offset)
+    while length > 0 and (data := file.read(min(length, _CHUNK))):
+        crc, length = zlib.crc32(data, crc), length - len(data)
     return crc if length == 0 else -1
 
 

@@ -42,6 +42,7 @@ from fsdp_wrap._state import (
     settled_units,
 )
 from fsdp_wrap.checkpoint._manifest import durable, tile
+from fsdp_wrap.checkpoint._places.steps import disk_path
 from fsdp_wrap.distributed_state_dict import by_own_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -118,14 +119,15 @@ def export_safetensors(
     if max_shard_bytes is not None:
         warn_caller("max_shard_bytes is called max_shard_size now: pass that", DeprecationWarning)
         max_shard_size = max_shard_bytes
+    path = disk_path(directory, "export_safetensors()")
     params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True, numbers=True)
     params.refuse_subclasses("export_safetensors()")
     plan = _plan(params.described(), max_shard_size)
     stream = params.stream(budget=budget, rank0_only=True, offload_to_cpu=True)
     first = FirstRank(module)
-    if (unusable := first.object(_unusable(Path(directory)) if first.is_here else None)) is not None:
+    if (unusable := first.object(_unusable(path) if first.is_here else None)) is not None:
         raise ValueError(unusable)
-    first.uses(stream, partial(_write, Path(directory), plan), "export_safetensors()")
+    first.uses(stream, partial(_write, path, plan), "export_safetensors()")
     return [*plan]
 
 
@@ -273,7 +275,7 @@ def import_safetensors(
     """
     settled_units(module, "import_safetensors()")
     targets = Targets(module)
-    given = read_safetensors(directory)
+    given = read_safetensors(disk_path(directory, "import_safetensors()"))
     for names in ((first, *others) for first, others in param_aliases(module).items()):
         source = next((given[name] for name in names if name in given), None)
         given |= {name: source for name in names if name not in given and source is not None}

@@ -20,10 +20,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._core import refuse_unusable, tells_keywords
-from fsdp_wrap.checkpoint import _folders as folders
-from fsdp_wrap.checkpoint._folders import place_of
+from fsdp_wrap._core import tells_keywords
 from fsdp_wrap.checkpoint._in_memory import InMemory, MemorySave
+from fsdp_wrap.checkpoint._places.place import StepPlace, where_is
+from fsdp_wrap.checkpoint._places.steps import place_at
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
 from fsdp_wrap.checkpoint._storage import CheckedWriter, Save, in_process, rank_of
 from fsdp_wrap.checkpoint._team import Team
@@ -33,55 +33,55 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSave(Save):
-    """A save into a folder that all ranks see; the bar is shown after `patience` seconds."""
+    """A save into a place that all ranks see; the bar is shown after `patience` seconds."""
 
-    parent: Path
+    place: StepPlace
     patience: float = 0.0
 
     def write(self) -> Path:
         """Writes the step folder, on every rank; it appears once all have succeeded, or not at all."""
         try:
             with ExitStack() as held:
-                step, hidden = self.team.on_first(
-                    lambda: held.enter_context(folders.begun(self.parent, self.step))
-                )
+                step, name = self.team.on_first(lambda: held.enter_context(self.place.begun(self.step)))
                 fate = "nothing of it is left, other steps are as they were"
-                doing = f"saving step {step} in {self.parent} ({fate})"
-                written = self.parent / hidden
-                places = self._agreed_places(written)
+                doing = f"saving step {step} in {self.place.path} ({fate})"
+                places = self._agreed_places(name)
                 bar = self.progress and self.team.is_first
                 with self.team.in_dcp(doing):
+                    written = self.place.path / name
                     self.writer(written, step, self.team.size, bar, self.patience).save(self.state, self.team)
-                self.team.on_first(lambda: self._publish(written, step, places, doing, held))
+                final = self.team.on_first(lambda: self._publish(name, step, places, doing, held))
         except BaseException:
             if self.team.first_died():  # of several survivors one does what it would have done
-                folders.clean_up(self.parent)
+                self.place.clean_up()
             raise
-        return folders.step_folder(self.parent, step)
+        return self.place.path / final
 
-    def _agreed_places(self, written: Path) -> list[str]:
-        """Returns where the ranks find the hidden folder; refuses if one does not, before it writes."""
-        looks = self.team.gather((place_of(self.parent), folders.shows(written)))
+    def _agreed_places(self, name: str) -> list[str]:
+        """Returns where the ranks find the step; refuses if one does not, before it writes."""
+        looks = self.team.gather((where_is(self.place.path), self.place.shows(name)))
         places = [place for place, _ in looks]
         lost = [f"rank {rank} ({place})" for rank, (place, is_seen) in enumerate(looks) if not is_seen]
         if lost:
             raise ValueError(
                 f"all ranks must save in one folder, but what rank 0 ({places[0]}) makes there is not seen "
-                f"by {', '.join(lost)}. Nothing was written: name a folder on a file system that all share"
+                f"by {', '.join(lost)}. Nothing was written: name a folder on a file system that all share, "
+                "or one in a bucket"
             )
         return places
 
-    def _publish(self, written: Path, step: int, places: Sequence[str], doing: str, held: ExitStack) -> None:
-        """Shows the step, on the first rank, if all that the manifest names has arrived there."""
+    def _publish(self, name: str, step: int, places: Sequence[str], doing: str, held: ExitStack) -> str:
+        """Shows the step, on the first rank, if all that the manifest names has arrived; returns its name."""
         lacks = [
             f"{fault.file} {fault.lack}, written by rank {writer} ({places[writer]})"
-            for fault in folders.unseen_in(written)
+            for fault in self.place.unseen(name)
             for writer in [rank_of(fault.file)]
         ]
         if lacks:
             raise RuntimeError(f"{doing} failed: rank 0 ({places[0]}) sees that {'; '.join(lacks)}")
-        folders.publish(written, step, self.keep_last)
+        final = self.place.publish(name, step, self.keep_last)
         held.close()  # before the others know: one of them may be the first of the next save
+        return final.name
 
 
 class PendingSave:
@@ -165,8 +165,9 @@ def save(
     are removed.
 
     Args:
-        dir: The folder of all steps; it may hold other files. All ranks must see the same folder there. Or a
-            place in the hosts' memory, `InMemory`.
+        dir: The folder of all steps; it may hold other files. All ranks must see the same folder there. Or
+            the URL of one in an object store, such as `s3://bucket/run`, where a step exists once its
+            manifest does. Or a place in the hosts' memory, `InMemory`.
         model: Wrapped or plain. Sharded parameters are written by the ranks that hold them, without
             communication beyond metadata.
         optim: One or several optimizers of the model's parameters.
@@ -179,9 +180,10 @@ def save(
         process_group: The ranks that save; None for the default group, or this process alone without one.
 
     Returns:
-        The step folder.
+        The step folder; of a URL a place that reads as a `Path` does, and whose `str` is its URL.
 
     Raises:
+        ImportError: If the package for a URL's kind of store is not installed; nothing was written then.
         TypeError: If an argument has the wrong type, or an extra does not pickle.
         ValueError: If an argument makes no sense, ranks name different steps or do not see the same folder,
             other ranks hold parts of the model, or something that is no checkpoint has the step folder's
@@ -226,6 +228,7 @@ def async_save(
         A handle that tells whether the save is done, and its result or error.
 
     Raises:
+        ImportError: See `save`.
         TypeError: See `save`.
         ValueError: See `save`; the result raises what is found out later.
         RuntimeError: If an earlier background save failed and nobody has asked for its result.
@@ -316,16 +319,15 @@ def _planned(
     team = Team.of(group, doing, model)
 
     def plan() -> Save:
-        if team.is_first and not isinstance(dir, InMemory):
-            refuse_unusable(Path(dir).absolute())
+        place = None if isinstance(dir, InMemory) else place_at(dir)
+        if team.is_first and place is not None:
+            place.refuse_unusable()
         state = Subject(model, optim, extra).taken(team)
         if copied:
             aside = in_process.filled and in_process.filled(state, model)
             state, options["writer"] = aside or (staged(state), CheckedWriter)
         what = {"team": team, "state": state, **options}
-        if isinstance(dir, InMemory):
-            return MemorySave(folder=dir.folder, **what)
-        return SharedSave(parent=Path(dir).absolute(), **what)
+        return MemorySave(folder=dir.folder, **what) if place is None else SharedSave(place=place, **what)
 
     with _uncollected():
         to_do = team.together(plan)

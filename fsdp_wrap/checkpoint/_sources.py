@@ -19,9 +19,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._contents import Contents, Keys, Kind, Source, dotted, model_in, models_in
-from fsdp_wrap.checkpoint._folders import find, is_step, steps_in
 from fsdp_wrap.checkpoint._loading import refuse, verified
 from fsdp_wrap.checkpoint._manifest import MANIFEST, METADATA, ByteRange, read_metadata
+from fsdp_wrap.checkpoint._places.folder import Folder
+from fsdp_wrap.checkpoint._places.steps import find
 from fsdp_wrap.checkpoint._safetensors import Named, is_folder_of_tensors, nbytes, read_safetensors
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, of_numpy, read
 from fsdp_wrap.checkpoint._team import ALONE
@@ -212,12 +213,16 @@ def verifying(pieces: list[ByteRange]) -> Iterator[ByteRange]:
 
 def is_foreign(folder: Path) -> bool:
     """Whether a folder was written by DCP without this library; such a one has no manifest, nor our name."""
-    return (folder / METADATA).exists() and not (folder / MANIFEST).exists() and not is_step(folder)
+    return (
+        (folder / METADATA).exists()
+        and not (folder / MANIFEST).exists()
+        and not Folder.names.fullmatch(folder.name)
+    )
 
 
 def refuse_parent(dir: Path) -> None:
     """Raises a ValueError if a folder is no checkpoint and holds some, with their names."""
-    if not dir.is_dir() or (dir / METADATA).exists() or steps_in(dir):
+    if not dir.is_dir() or (dir / METADATA).exists() or Folder(dir).steps():
         return
     inside = sorted(dir.iterdir())
     folders = [

@@ -40,7 +40,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import Seam, __version__, sync_folder
 from fsdp_wrap._params import like_made_of_tensors
-from fsdp_wrap.checkpoint._manifest import METADATA, Manifest, durable, naming
+from fsdp_wrap.checkpoint._manifest import DRAFT, METADATA, Manifest, durable, naming
+from fsdp_wrap.checkpoint._places.remote import persistently
 from fsdp_wrap.checkpoint._team import ALONE, T, Team
 from fsdp_wrap.checkpoint._torch_private import (
     DistWrapper,
@@ -62,21 +63,37 @@ class _Checked(WriteResult):
 
 
 class _NewFiles(FileSystem):
-    """A file system in which a file that is written must not be there, not even as a link to another one."""
+    """DCP's file operations, on paths of any kind.
+
+    A file that is written must not be there, not even as a link to another one.
+    """
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         """Opens a file."""
-        with naming(path), super().create_stream(path, mode.replace("w", "x")) as stream:
+        with naming(path), path.open(mode.replace("w", "x")) as stream:
             yield stream
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        """Returns the path of a file in a folder."""
+        return path / suffix
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Gives a file another name."""
+        path.rename(new_path)
+
+    def exists(self, path: Any) -> bool:
+        """Whether a file is there, in a folder that was made for this save."""
+        return False
 
 
 class CheckedWriter(FileSystemWriter):
     """Writes as its base does, and a manifest on the first rank."""
 
     def __init__(self, path: Path, step: int, world_size: int, progress: bool, patience: float = 0.0) -> None:
-        super().__init__(path)
-        self.fs = _NewFiles()
+        # An object has no descriptor to sync, for which torch would sync all disks.
+        super().__init__("", sync_files=isinstance(path, Path))
+        self.fs, self.path = _NewFiles(), path
         self._folder, self._step, self._world_size = path, step, world_size
         self._bar = {"disable": not progress, "delay": patience}
 
@@ -86,6 +103,9 @@ class CheckedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; the results bring their checksums."""
+        return persistently(self._folder, lambda: self._write_checked(plan, planner))
+
+    def _write_checked(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         total = sum(map(_payload, plan.items))
         how: dict[str, Any] = {"unit": "B", "unit_scale": True, **self._bar}
         if not sys.stderr.isatty():  # in a file, where each refresh is a line, ten of them
@@ -116,7 +136,7 @@ class CheckedWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Writes the metadata, as plain readers know it, and the manifest."""
         results = [pickle.loads(of_rank) if isinstance(of_rank, bytes) else of_rank for of_rank in results]
-        super().finish(metadata, results)
+        persistently(self._folder, lambda: super(CheckedWriter, self).finish(metadata, results))
         files: dict[str, list[list[int]]] = {}
         for result in (cast(_Checked, result) for of_rank in results for result in of_rank):
             place = result.storage_data
@@ -125,7 +145,7 @@ class CheckedWriter(FileSystemWriter):
         files[METADATA] = [[0, len(data), zlib.crc32(data)]]
         ordered = {name: sorted(files[name]) for name in sorted(files)}
         versions = {"fsdp_wrap": __version__, "torch": str(torch.__version__)}
-        Manifest(self._step, self._world_size, ordered, versions).write(self._folder)
+        Manifest(self._step, self._world_size, ordered, versions).write(self._folder, DRAFT)
 
     def storage_meta(self) -> StorageMeta:
         """Says nothing of where this was written: the folder gets another name."""
@@ -278,7 +298,8 @@ class KnownReader(FileSystemReader):
     is_collective = False
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
+        super().__init__("")
+        self.fs, self.path = _NewFiles(), folder
         self.folder, self.metadata = folder, metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -293,12 +314,15 @@ class KnownReader(FileSystemReader):
             files.setdefault("" if place.transform_descriptors else place.relative_path, []).append(item)
         transformed = files.pop("", [])
         for name, items in files.items():
-            with open(self.folder / name, "rb") as file:
-                for item in items:
+            with (self.folder / name).open("rb") as file:
+                for item in sorted(items, key=self._offset):
                     place = self.storage_data[item.storage_index]
                     file.seek(place.offset)
                     self.put(item, file, place.length, planner)
         return super().read_data(replace(plan, items=transformed), planner)
+
+    def _offset(self, item: ReadItem) -> int:
+        return int(self.storage_data[item.storage_index].offset)
 
     def put(self, item: ReadItem, file: io.BufferedIOBase, length: int, planner: LoadPlanner) -> None:
         """Puts the item at a file's position where it belongs, as DCP does with what it has read."""

@@ -174,7 +174,7 @@ def _outcome(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _portable(error: BaseException) -> Exception:
     """Returns an error that says the same, and that other ranks can unpickle."""
-    for kind in (DamagedCheckpoint, ValueError, TypeError):
+    for kind in (DamagedCheckpoint, ValueError, TypeError, ImportError):
         if isinstance(error, kind):
             return kind(str(error))
     name = type(error).__name__

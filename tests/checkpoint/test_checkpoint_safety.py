@@ -35,8 +35,9 @@ from fronts import either_front, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy, checkpoint, distributed_state_dict
 from fsdp_wrap.checkpoint import _command as command
-from fsdp_wrap.checkpoint import _convert, _folders
+from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._manifest import read_metadata
+from fsdp_wrap.checkpoint._places import folder as folders
 from fsdp_wrap.checkpoint._sources import open_source
 from fsdp_wrap.checkpoint._storage import CheckedWriter, KnownReader
 from fsdp_wrap.weights import WeightFolder, weight_source
@@ -229,7 +230,7 @@ def test_what_appears_is_on_disk(rank, world_size, tmp_path, monkeypatch):
         sent = WeightFolder(tmp_path / "weights")
         sent.send(weight_source(model))
         assert not synced.awaited
-    steps = ["step_00000001", "step_00000001", "step_00000002"]
+    steps = [shown for number in (1, 1, 2) for shown in ("manifest.json", f"step_{number:08d}")]
     assert [name for name in synced.shown if "model" not in name] == [*steps, "file.pt", "version-00000001"]
     assert "model.safetensors.index.json" in synced.shown
 
@@ -311,7 +312,7 @@ def test_an_old_step_that_cannot_be_removed_is_told_and_the_new_one_is_there(tmp
     def refuse(path: Path) -> None:
         raise PermissionError(f"{path} stays")
 
-    monkeypatch.setattr(_folders.shutil, "rmtree", refuse)
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
     model = layers()
     with pytest.warns(
         UserWarning, match="an old checkpoint in .* could not be removed: .*step_00000001.* stays"

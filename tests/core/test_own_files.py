@@ -82,7 +82,7 @@ def test_what_lies_in_the_place_of_a_lock_is_refused_by_name(tmp_path, precious,
 
 
 @pytest.mark.filterwarnings("ignore:all ranks keep their checkpoint")
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata.tmp", "manifest.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata.tmp", ".manifest.json.draft"])
 @pytest.mark.parametrize("memory", [False, True])
 def test_no_file_of_a_save_is_there_before(tmp_path, precious, name, memory, monkeypatch):
     """Whoever may write to a folder can put links in the place of what a save has just made."""
