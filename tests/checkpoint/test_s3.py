@@ -159,3 +159,19 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_whole_steps(phase, there, ser
     checkpoint.save(place, model, step=3)
     of_two = sorted([*DATA, "__1_0.distcp"])
     assert objects(place) == names_of({**dict.fromkeys(range(1, there + 1), of_two), 3: DATA})
+
+
+def test_a_process_that_writes_in_the_background_reaches_the_store(server):
+    """From so many tensors on it is another process, which knows what this one has configured."""
+    place = server.path(URL)
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.full((2,), float(number))) for number in range(1000)]
+    )
+    for step in (1, 2):  # the second time by the plan of the first
+        with torch.no_grad():
+            model[7].add_(step)
+        pending = checkpoint.async_save(place, model, step=step)
+        assert pending.result() == checkpoint.latest(place)
+        again = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(2)) for _ in range(1000)])
+        assert checkpoint.load(place, again).step == step
+        assert_equal(again.state_dict(), model.state_dict())
