@@ -273,6 +273,16 @@ def test_steps_copied_there_from_a_disk_are_steps(tmp_path):
     assert objects_in("memory://runs") == names_of({2: DATA, 7: [*DATA, "of_another_program"]})
 
 
+def test_names_of_saves_are_in_the_order_of_the_saves():
+    name = ""
+    for _ in range(300):
+        there = [name, "step_00000007", "step_000000071.0009abcdef", "step_100000000.00ff000000"]
+        name, earlier = store._new_name(7, there), name
+        assert name > earlier and store.Store.names.fullmatch(name)
+    assert name.startswith("step_00000007.012c")
+    assert store._new_name(10**7, there).startswith("step_10000000.0001")
+
+
 # One run at a time.
 
 

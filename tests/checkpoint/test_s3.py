@@ -22,7 +22,7 @@ pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 pytestmark = pytest.mark.slow
 
-ROUNDS = int(os.environ.get("FSDP_WRAP_SOAK_SAVES", "25"))
+ROUNDS = int(os.environ.get("FSDP_WRAP_SOAK_SAVES", "12"))
 URL = "s3://bucket/runs/lm"
 WAITS = (0.05, 0.1, 0.2, 0.4, 0.8)
 DATA = [".metadata", "__0_0.distcp", "manifest.json"]
@@ -105,6 +105,16 @@ def test_large_objects_are_sent_and_read_in_parts(server):
     again = torch.nn.Linear(2048, 4096, bias=False)
     checkpoint.load(place, again)
     assert torch.equal(again.weight, model.weight)
+
+
+def test_uploads_of_killed_processes_are_given_up_by_the_next_save(server):
+    place = server.path(URL)
+    files = place._opened()[0]
+    keys = ["runs/lm/step_00000001.0001abcdef/__0_0.distcp", "runs/lm/mine", "runs/other/step_00000001"]
+    for key in keys:
+        files.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    checkpoint.save(place, net())
+    assert sorted(upload["Key"] for upload in files.list_multipart_uploads("bucket")) == keys[1:]
 
 
 def trained_there(rank: int, world_size: int, url: str, steps: range) -> dict[str, torch.Tensor]:

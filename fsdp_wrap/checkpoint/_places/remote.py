@@ -153,9 +153,17 @@ class RemotePath(_Any):  # type: ignore[misc]
             self.tried(lambda store, key: store.rm_file(key))
 
     def remove(self) -> None:
-        """Removes all that lies below, and what was begun to be uploaded there."""
+        """Removes all that lies below."""
         with suppress(FileNotFoundError):
             self.tried(_remove_below)
+
+    def drop_uploads(self, begin: str) -> None:
+        """Gives up what a process that was killed has begun to upload below, under names that begin so.
+
+        S3 keeps the parts otherwise, and nobody sees them. One that may not list them keeps them.
+        """
+        with suppress(OSError):
+            self.tried(lambda store, key: _drop_uploads(store, f"{key}/{begin}"))
 
     # the store
 
@@ -234,15 +242,17 @@ def _listed(store: Any, key: str) -> list[Any]:
 
 
 def _remove_below(store: Any, key: str) -> None:
-    uploads = getattr(store, "list_multipart_uploads", None)  # of S3, where an upload that was killed is kept
-    if uploads is not None:
-        bucket, below, _ = store.split_path(key)
-        for upload in uploads(bucket):
-            if upload["Key"].startswith(f"{below}/"):
-                store.abort_mpu(bucket, upload["Key"], upload["UploadId"])
     store.invalidate_cache()
     if keys := store.find(key):
         store.rm(keys)
+
+
+def _drop_uploads(store: Any, begin: str) -> None:
+    uploads = getattr(store, "list_multipart_uploads", None)  # of S3 alone
+    bucket = begin.partition("/")[0]
+    for upload in uploads(bucket) if uploads is not None else ():
+        if f"{bucket}/{upload['Key']}".startswith(begin):
+            store.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
 
 class _Upload(io.RawIOBase):

@@ -69,6 +69,7 @@ class Store(StepPlace):
     @contextmanager
     def begun(self, step: int | None) -> Iterator[tuple[int, str]]:
         with _claimed(self.path) as self._claim:
+            self.path.drop_uploads("step_")
             there = self._below()
             whole = self._whole(there)
             for leftover in set(there) - set(whole.values()):
@@ -119,7 +120,7 @@ def _new_name(step: int, there: Sequence[str]) -> str:
     It sorts after those of earlier saves of the step.
     """
     begin = f"step_{step:08d}"
-    words = [name[len(begin) + 1 :] for name in there if name.startswith(begin)]
+    words = [word for number, _, word in (name.partition(".") for name in there) if number == begin]
     last = max((int("0" + word[:4], 16) for word in words), default=0)
     return f"{begin}.{last + 1:04x}{secrets.token_hex(3)}"
 
