@@ -324,7 +324,8 @@ def _planned(
             place.refuse_unusable()
         state = Subject(model, optim, extra).taken(team)
         if copied:
-            aside = in_process.filled and in_process.filled(state, model)
+            elsewhere = None if place is not None and place.is_of_process else in_process.filled
+            aside = elsewhere and elsewhere(state, model)
             state, options["writer"] = aside or (staged(state), CheckedWriter)
         what = {"team": team, "state": state, **options}
         return MemorySave(folder=dir.folder, **what) if place is None else SharedSave(place=place, **what)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bed import ranks, run_isolated
 from buckets import bucket_in, impatient, kill_at, objects_in, requests
@@ -106,6 +108,19 @@ def test_places_are_paths_that_pickle_with_their_configuration():
     with mock.patch.dict(fsspec.config.conf):
         pickle.loads(told)
         assert fsspec.config.conf["memory"] == {"secret": "a word"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_states_are_saved_in_the_background(kind, tmp_path):
+    """From so many tensors on another process writes, unless it would see another memory."""
+    place = place_of_kind(kind, tmp_path)
+    model, again = (
+        nn.ParameterList([torch.full((2,), value), *(torch.ones(1) for _ in range(999))])
+        for value in (7.0, 0.0)
+    )
+    assert checkpoint.async_save(place, model).result() == checkpoint.latest(place)
+    checkpoint.load(place, again)
+    assert torch.equal(again[0], model[0])
 
 
 def test_urls_are_never_taken_for_relative_paths(tmp_path, monkeypatch):
@@ -296,7 +311,8 @@ def test_a_place_where_another_run_saves_is_refused_until_it_has_ended_or_died(t
         goes_on.wait(20)
         written(upload)
 
-    with mock.patch.object(remote._Upload, "close", close_later):
+    by_thread = mock.patch("fsdp_wrap.checkpoint._saving.in_process", SimpleNamespace(filled=None))
+    with by_thread, mock.patch.object(remote._Upload, "close", close_later):
         pending = checkpoint.async_save(place, net())
         assert saves.wait(20)
         with mock.patch("fsdp_wrap.checkpoint._saving.wait_for_pending"):

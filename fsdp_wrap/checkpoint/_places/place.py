@@ -24,6 +24,8 @@ class StepPlace(ABC):
     `publish` makes it whole by one change. Only the first rank begins, publishes and removes.
     """
 
+    is_of_process = False
+    """Whether other processes see something else there."""
     names: re.Pattern[str]
     """Names of steps, with the number as the first group."""
 

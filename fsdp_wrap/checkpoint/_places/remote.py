@@ -63,8 +63,13 @@ class RemotePath(_Any):  # type: ignore[misc]
     def __reduce__(self) -> Any:
         import fsspec  # type: ignore[import-untyped]
 
-        kind = self._url.partition("://")[0]
-        return _made, (self._url, kind, fsspec.config.conf.get(kind, {}))
+        configuration = fsspec.config.conf.get(self.kind, {})
+        return _made, (self._url, self.kind, configuration, fsspec.get_filesystem_class(self.kind))
+
+    @property
+    def kind(self) -> str:
+        """What stands before `://`."""
+        return self._url.partition("://")[0]
 
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(f"{self._url}/{name}" if name else self._url)
@@ -191,8 +196,7 @@ class RemotePath(_Any):  # type: ignore[misc]
 
             return fsspec.core.url_to_fs(self._url, use_listings_cache=False)  # type: ignore[no-any-return]
         except ImportError as error:
-            kind = self._url.partition("://")[0]
-            cure = _CURES.get(kind, "fsdp-wrap[storage]")
+            cure = _CURES.get(self.kind, "fsdp-wrap[storage]")
             raise ImportError(
                 f"{self} needs a package that is not installed ({error}): pip install '{cure}'"
             ) from error
@@ -223,10 +227,11 @@ def _again(do: Callable[[], T], waits: Sequence[float], kind: type[Exception]) -
     return do()
 
 
-def _made(url: str, kind: str, configuration: dict[str, Any]) -> RemotePath:
-    """Returns a place in another process, which gets the configuration that this one has set."""
+def _made(url: str, kind: str, configuration: dict[str, Any], files: type[Any]) -> RemotePath:
+    """Returns a place in another process, which gets what this one has registered and configured."""
     import fsspec
 
+    fsspec.register_implementation(kind, files, clobber=True)
     fsspec.config.conf[kind] = {**configuration, **fsspec.config.conf.get(kind, {})}
     return RemotePath(url)
 

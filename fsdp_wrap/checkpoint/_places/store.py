@@ -34,6 +34,7 @@ class Store(StepPlace):
 
     def __init__(self, path: RemotePath) -> None:
         super().__init__(path)
+        self.is_of_process = path.kind == "memory"
         self._claim: _Claim | None = None  # of the save that goes on
 
     def refuse_unusable(self) -> None:
