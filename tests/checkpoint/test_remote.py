@@ -471,7 +471,7 @@ def dying(rank: int, world_size: int, place: str, victim: int, request: str) -> 
 PHASES = [
     *((0, f"pipe_file {name}") for name in (".probe", ".saving", "__0_0.distcp", ".metadata.tmp")),
     *((0, f"pipe_file {name}") for name in (".manifest.json.draft", "manifest.json")),
-    *((1, "cat_file .saving"), (1, "pipe_file __1_0.distcp")),
+    *((1, "bytes .saving"), (1, "pipe_file __1_0.distcp")),
 ]
 
 
