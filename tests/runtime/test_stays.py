@@ -39,11 +39,11 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """Two blocks, and a parameter of the root; the second block notes that the forward has gone on."""
+    """Two blocks, and a parameter of the root; notes that a forward has begun, and gone on to the second."""
 
     def __init__(self, cuts: bool) -> None:
         super().__init__()
-        self.gone_on = False
+        self.begun = self.gone_on = False
         self.first: nn.Module
         self.second: nn.Module
         self.first, self.second = _Block(lambda: None, cuts), _Block(self._go_on, cuts=False)
@@ -53,6 +53,7 @@ class _Model(nn.Module):
         self.gone_on = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun = True
         return self.second(self.first(x)) * self.scale
 
 
@@ -70,6 +71,8 @@ class Row:
     syncs: bool = True
     call: tuple[str, bool] | None = None
     outermost: str = ""
+    forwards: int = 1
+    create_graph: bool = False
 
     def sharded(self) -> nn.Module:
         """Returns the sharded model, or for `no_sync` the wrapped one."""
@@ -87,7 +90,7 @@ class Row:
 
 
 KEEPS = "`reshard_after_forward=False`"
-AFTER, IN_BACKWARD, AT_END = "its forward", "its backward", "the outermost forward"
+AFTER, IN_BACKWARD, AT_END, NEXT = "its forward", "its backward", "the outermost forward", "the next forward"
 ROWS = [
     Row("a unit below the root", (AFTER, IN_BACKWARD)),
     Row(KEEPS, (IN_BACKWARD,), reshards=False),
@@ -101,6 +104,10 @@ ROWS = [
     Row("`no_sync`", (AFTER, IN_BACKWARD), syncs=False),
     Row(f"`no_sync`, and {KEEPS}", (), syncs=False, reshards=False),
     Row("`set_reshard_after_backward(False)`", (AFTER,), call=("set_reshard_after_backward", False)),
+    Row(f"another forward before the backward, and {KEEPS}", (NEXT, IN_BACKWARD), reshards=False, forwards=2),
+    Row(
+        "a backward with `create_graph`, then a forward", (AFTER, NEXT, AFTER), forwards=2, create_graph=True
+    ),
 ]
 
 
@@ -116,12 +123,19 @@ def test_a_unit_is_freed_as_the_table_says(rank: int, world_size: int, row: Row)
 
     def observe(event: Event) -> None:
         if event.kind is EventKind.RESHARD and event.unit == row.unit:
-            freed.append(FREED[event.phase, inner.gone_on or event.phase is not Phase.FORWARD])
+            gone_on = inner.gone_on or event.phase is not Phase.FORWARD
+            freed.append(FREED[event.phase, gone_on] if inner.begun or row.outermost else NEXT)
 
     with observe_events(observe), nullcontext() if row.syncs else model.no_sync():
-        with torch.set_grad_enabled(row.grad):
-            loss = model.get_submodule(row.outermost)(torch.ones(2, WIDTH)).sum()
-        if row.grad:
+        x, loss = torch.ones(2, WIDTH, requires_grad=row.create_graph), torch.zeros(())
+        for _ in range(row.forwards):
+            inner.begun = inner.gone_on = False
+            with torch.set_grad_enabled(row.grad):
+                loss = loss + model.get_submodule(row.outermost)(x).square().sum()
+            if row.create_graph and x.requires_grad:
+                torch.autograd.grad(loss, x, create_graph=True)
+                x = x.detach()
+        if row.grad and not row.create_graph:
             loss.backward()
     assert (*freed,) == row.freed_by
 
