@@ -259,7 +259,8 @@ class Unit:
     def tie(self, units: Sequence[Unit]) -> None:
         """Makes `units` run whenever this unit does; their own ties move here."""
         self.tied = tuple(dict.fromkeys((*self.tied, *units)))
-        self.companions, self.ends_together = (*self.lenders, *self.tied), bool(self.tied)
+        self.companions = (*self.lenders, *self.tied)
+        self.ends_together = bool(self.tied) or self.tied_to is not None
         for tied in units:
             tied.tied_to, tied.tied, tied.companions, tied.follows = self, (), tied.lenders, True
             tied.ends_together = True

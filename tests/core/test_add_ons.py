@@ -49,7 +49,13 @@ ADD_ONS = {
     "uneven ranks": AddOn(
         ["_uneven/"],
         [
-            *("uneven/", "params/test_phased_gathers.py", "tools/test_plan.py", "tools/test_timelines.py"),
+            *(
+                "uneven/",
+                "runtime/test_backward_ends.py",
+                "params/test_phased_gathers.py",
+                "tools/test_plan.py",
+                "tools/test_timelines.py",
+            ),
             "whole/test_benchmarks.py",
         ],
         "fsdp_wrap.uneven",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,7 +115,14 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.case)
 @ranks(2)
 def test_a_backward_is_over_as_the_table_says(rank: int, world_size: int, row: Row) -> None:
-    model, name = row.sharded(), "unit.expert" if row.skips else "unit"
+    model = row.sharded()
+    copied = copy.deepcopy(model)
+    for either in (model, copied):
+        _assert_ends(either, row)
+
+
+def _assert_ends(model: nn.Module, row: Row) -> None:
+    name = "unit.expert" if row.skips else "unit"
     seen: dict[EventKind, str] = {EventKind.REDUCE: NOT}
 
     def observe(event: Event) -> None:
