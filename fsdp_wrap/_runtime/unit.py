@@ -152,7 +152,6 @@ class Unit:
         plug_ins: What is attached to it, to its steps and to all steps.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
         tied_to: The unit that has this one in its `tied`, if any.
-        ends_together: Whether its backward ends with those of units that are tied to it, or to which it is.
         companions: All units that run whenever it does: lenders and tied ones.
         follows: Whether it is a companion that leaves prefetches to the unit with which it runs.
         arrivals: Gradients that have come in the running backward.
@@ -193,7 +192,6 @@ class Unit:
         self.lenders = self.companions = lenders
         self.tied: Sequence[Unit] = ()
         self.tied_to: Unit | None = None
-        self.ends_together = False
         self.mesh_label, self.follows = mesh_label, bool(mesh_label)
         self.buffers = buffers or BufferCasts((), None)
         self.fqn = mesh_label
@@ -260,10 +258,8 @@ class Unit:
         """Makes `units` run whenever this unit does; their own ties move here."""
         self.tied = tuple(dict.fromkeys((*self.tied, *units)))
         self.companions = (*self.lenders, *self.tied)
-        self.ends_together = bool(self.tied) or self.tied_to is not None
         for tied in units:
             tied.tied_to, tied.tied, tied.companions, tied.follows = self, (), tied.lenders, True
-            tied.ends_together = True
 
     @property
     def name(self) -> str:
@@ -535,7 +531,7 @@ class ForwardCall:
         self._awaited = will_run(inputs) if len(inputs) > 1 else len(inputs)
         arrivals = self.unit.arrivals
         arrivals.open_calls += self.watched > 0
-        if self.unit.ends_together:  # other ranks may have gradients
+        if self.unit.tied or self.unit.tied_to is not None:  # other ranks may have gradients
             arrivals.owes = self.unit.handle.trainable
 
     def input_done(self) -> bool:
