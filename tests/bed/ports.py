@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import socket
+from random import SystemRandom
+
+_RANGE = range(12_000, 32_000)
+"""Where systems choose no port by themselves, so that no connection takes one before its caller listens."""
 
 
 def free_port() -> int:
-    """Returns one; another program may take it before the caller does."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    """Returns one by chance, since other processes look for one too."""
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("localhost", port := SystemRandom().choice(_RANGE)))
+            except OSError:  # taken
+                continue
+            return port
