@@ -11,6 +11,7 @@ from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_handle
 from fsdp_wrap._state.full_values import (
     FirstRank,
     FullParams,
+    Keepers,
     check_dtype,
     is_sharded,
     iter_full_params,
@@ -18,6 +19,7 @@ from fsdp_wrap._state.full_values import (
     persistent_buffers,
     settled_units,
     unsharded,
+    used,
 )
 from fsdp_wrap._state.gradients.clip_grad import GradientNorms, clip_parameters, norms_of
 from fsdp_wrap._state.gradients.hooks import (

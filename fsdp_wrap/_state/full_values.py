@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from itertools import zip_longest
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,17 @@ from fsdp_wrap._state.originals import Originals, owned_places, uncompiled_fqn
 
 Named = tuple[str, torch.Tensor]
 T = TypeVar("T")
-Receiver: TypeAlias = "FirstRank | None"
-"""The one rank that keeps what is gathered; None for all."""
+
+
+class Receivers(Protocol):
+    """The ranks that keep what is gathered, where not all do."""
+
+    def wants(self, value: FullValue) -> bool:
+        """Whether this rank keeps a value."""
+
+    def rank_in(self, value: FullValue) -> int | None:
+        """Returns the one rank of the value's communicator that receives it; None if all do."""
+
 
 _SMALL, _BATCH = 2**16, 2**20
 """Most bytes of a tensor that travels with others, as a message costs more than a copy; and of them all."""
@@ -141,6 +151,19 @@ def copied(value: Any, to_host: bool = False) -> Any:
 
 # one after the other
 
+
+class _Everyone:
+    """All ranks keep all."""
+
+    def wants(self, value: FullValue) -> bool:
+        return True
+
+    def rank_in(self, value: FullValue) -> int | None:
+        return None
+
+
+_EVERYONE = _Everyone()
+
 _Issued = tuple[list[FullValue], list[Callable[[], torch.Tensor]], Pending]
 """A batch on its way, what makes each of its full tensors, and what to wait for before."""
 
@@ -154,7 +177,7 @@ def check_budget(budget: int | None) -> None:
 
 
 def stream(
-    values: Iterable[FullValue], budget: int, *, only: Receiver = None, to_host: bool = False
+    values: Iterable[FullValue], budget: int, *, only: Receivers | None = None, to_host: bool = False
 ) -> Generator[tuple[Any, torch.Tensor]]:
     """Gathers tensors in order; collective.
 
@@ -166,18 +189,19 @@ def stream(
         values: The same ones on every rank.
         budget: The most bytes of what is on its way, of the tensor that is yielded, and of the one before,
             which a loop's variable still holds while the next tensor is fetched.
-        only: The one rank that keeps them, and the others yield tensors on the meta device; None for all.
+        only: The ranks that keep them, and the others yield tensors on the meta device; None for all.
         to_host: Yield them in host memory.
 
     Yields:
         (key, full tensor in memory of its own).
     """
-    waiting, issued, held = deque(_batches(values, budget)), deque[_Issued](), 0
-    wanted = only is None or only.is_here
+    only = only or _EVERYONE
+    waiting, issued, held = deque(_batches(values, budget, only)), deque[_Issued](), 0
     try:
         while _issue(waiting, issued, budget - held, only):
             batch, makers = _arrived(issued.popleft())
             for value in batch:
+                wanted = only.wants(value)
                 held = value.nbytes if wanted else 0
                 full = _made(value, makers.pop(0), wanted, to_host)
                 yield value.key, full
@@ -190,12 +214,12 @@ def stream(
         raise
 
 
-def _issue(waiting: deque[list[FullValue]], issued: deque[_Issued], room: int, only: Receiver) -> bool:
+def _issue(waiting: deque[list[FullValue]], issued: deque[_Issued], room: int, only: Receivers) -> bool:
     """Issues what fits, and one gather in any case; returns whether any is on its way."""
-    room -= sum(_nbytes(batch) for batch, _, _ in issued)
-    while waiting and (not issued or _nbytes(waiting[0]) <= room):
+    room -= sum(_nbytes(batch, only) for batch, _, _ in issued)
+    while waiting and (not issued or _nbytes(waiting[0], only) <= room):
         batch = waiting.popleft()
-        room -= _nbytes(batch)
+        room -= _nbytes(batch, only)
         issued.append((batch, *_gather(batch, only)))
     return bool(issued)
 
@@ -217,7 +241,7 @@ def _made(value: FullValue, make: Callable[[], torch.Tensor], wanted: bool, to_h
     return full if value.whole is None else value.whole(full)
 
 
-def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValue]]:
+def _batches(values: Iterable[FullValue], budget: int, only: Receivers) -> Iterator[list[FullValue]]:
     """Puts small values together that travel in one message from each rank.
 
     The same ones on every rank, whatever it keeps. Beside what arrived, two tensors made of it may be alive,
@@ -228,7 +252,8 @@ def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValu
     for value in values:
         nbytes = value.nbytes
         small = nbytes <= _SMALL and filled + nbytes <= min(_BATCH, room)
-        if batch and not (small and batch[0].nbytes <= _SMALL and value.travels_with(batch[0])):
+        together = small and bool(batch) and batch[0].nbytes <= _SMALL and value.travels_with(batch[0])
+        if batch and not (together and only.rank_in(value) == only.rank_in(batch[0])):
             yield batch
             room, filled = (budget - batch[-1].nbytes) // 2, 0
             batch = []
@@ -238,14 +263,22 @@ def _batches(values: Iterable[FullValue], budget: int) -> Iterator[list[FullValu
         yield batch
 
 
-def _nbytes(batch: list[FullValue]) -> int:
-    """Returns the bytes that a batch takes, with what is made of it."""
+def _nbytes(batch: list[FullValue], only: Receivers) -> int:
+    """Returns the bytes that a batch takes here, with what is made of it."""
+    communicator, to = batch[0].communicator, _receiver(batch[0], only)
+    if to is not None and communicator.rank != to:
+        return sum(value.lengths[communicator.rank] * value.dtype.itemsize for value in batch)
     nbytes = sum(value.nbytes for value in batch)
     return nbytes if len(batch) == 1 else 2 * nbytes
 
 
-def _gather(values: Sequence[FullValue], only: Receiver) -> tuple[list[Callable[[], torch.Tensor]], Pending]:
-    """Issues one gather of one or several values, to all ranks or to the first only.
+def _receiver(value: FullValue, only: Receivers) -> int | None:
+    """Returns the one rank of a value's communicator that receives it; None if all do."""
+    return only.rank_in(value) if value.part is None and value.communicator.size > 1 else None
+
+
+def _gather(values: Sequence[FullValue], only: Receivers) -> tuple[list[Callable[[], torch.Tensor]], Pending]:
+    """Issues one gather of one or several values, to all ranks or to one.
 
     Returns:
         For each value what makes, after the wait, the full tensor in memory of its own, once; and what to
@@ -259,12 +292,13 @@ def _gather(values: Sequence[FullValue], only: Receiver) -> tuple[list[Callable[
         for value, part in zip(values, torch.split(own, by_rank[communicator.rank])):
             value.write(part)
 
-    to_first = only is not None and values[0].part is None and communicator in only.steps[-1:]
-    alone = to_first and communicator.rank > 0
+    to = _receiver(values[0], only)
+    alone = to is not None and communicator.rank != to
     arriving = communicator.empty(lengths[communicator.rank] if alone else sum(lengths), dtype)
-    if to_first:
-        write(arriving[: lengths[communicator.rank]])
-        pending = _sent_to_first(communicator, arriving.view(torch.uint8), lengths, dtype.itemsize)
+    if to is not None:
+        own = arriving if alone else torch.split(arriving, lengths)[to]
+        write(own)
+        pending = _sent_to(to, communicator, arriving[:0] if alone else arriving, own, lengths)
     else:
         pending = communicator.all_gather_parts(arriving, lengths, write)
     if len(values) == 1 or alone:  # the latter are not made
@@ -273,14 +307,14 @@ def _gather(values: Sequence[FullValue], only: Receiver) -> tuple[list[Callable[
     return [partial(_joined, value, of_value) for value, of_value in zip(values, zip(*parts))], pending
 
 
-def _sent_to_first(
-    communicator: Communicator, data: torch.Tensor, lengths: Sequence[int], size: int
+def _sent_to(
+    to: int, communicator: Communicator, arriving: torch.Tensor, own: torch.Tensor, lengths: Sequence[int]
 ) -> Pending:
-    """Issues a gather of bytes in which the first rank receives all behind its own, and the others send."""
-    first, none = communicator.rank == 0, [0] * communicator.size
-    coming = [0, *(size * length for length in lengths[1:])] if first else none
-    going = none if first else [data.numel(), *none[1:]]
-    return communicator.all_to_all(data[data.numel() - sum(coming) :], data[: sum(going)], (coming, going))
+    """Issues a gather, as bytes, in which one rank receives what all send; its own part is in its place."""
+    size, none = own.dtype.itemsize, [0] * communicator.size
+    coming = [size * length for length in lengths] if communicator.rank == to else none
+    going = [own.nbytes if rank == to else 0 for rank in range(communicator.size)]
+    return communicator.all_to_all(arriving.view(torch.uint8), own.view(torch.uint8), (coming, going))
 
 
 def _joined(value: FullValue, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -402,15 +436,25 @@ class FullParams:
         self._values = [values[name].cast(dtype) for name, dtype in wanted.items()]
 
     def stream(
-        self, *, budget: int | None = None, rank0_only: bool = False, offload_to_cpu: bool = False
+        self,
+        *,
+        budget: int | None = None,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        keepers: Keepers | None = None,
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Gathers them, as `iter_full_params`; collective."""
+        """Gathers them, as `iter_full_params`; collective.
+
+        With `keepers` each goes to one rank, in an order in which all have something to do.
+        """
         check_budget(budget)
         budget = budget or self._budget
         communicators = dict.fromkeys(value.communicator for value in self._values)
         with calling(self._doing, [communicator.positions for communicator in communicators]):
             for communicator in communicators:
                 communicator.agree(self._doing, {**self._chosen, "budget": budget})
+        if keepers is not None:
+            return stream(keepers.in_turns(self._values), budget, only=keepers, to_host=offload_to_cpu)
         only = FirstRank(self._module) if rank0_only else None
         return stream(self._values, budget, only=only, to_host=offload_to_cpu)
 
@@ -491,7 +535,7 @@ def unsharded(value: Any) -> Any:
     return assemble(metadata.size, metadata.tensor_properties.dtype, [value._process_group], write)
 
 
-# from the first rank to all
+# to and from the first rank
 
 
 @dataclass(frozen=True)
@@ -521,6 +565,14 @@ class FirstRank:
         first_of_all = not dist.is_initialized() or dist.get_rank() == 0
         self.is_here = all(communicator.rank == 0 for communicator in self.steps) if handles else first_of_all
 
+    def wants(self, value: FullValue) -> bool:
+        """Whether this rank keeps a value that is gathered."""
+        return self.is_here
+
+    def rank_in(self, value: FullValue) -> int | None:
+        """Returns the one rank of the value's communicator that receives it; None if all do."""
+        return 0 if value.communicator in self.steps[-1:] else None
+
     def is_first_with(self, handle: ParamHandle) -> bool:
         """Whether it is the first rank with its shard of parameters that tensor parallelism does not cut."""
         own = handle.communicator.members  # which hold other rows, also those of them that are beside
@@ -540,18 +592,7 @@ class FirstRank:
         Returns:
             The first rank's result, which must be small and picklable.
         """
-        own: list[Exception] = []
-        failure: Exception | None = None
-        result: T | None = None
-        if self.is_here:
-            try:
-                result = use(_noting(tensors, own))
-            except Exception as error:
-                if error in own:  # a gather failed, as on the other ranks
-                    raise
-                failure = error
-        for _ in tensors:  # a rank that does not use them, or cannot, takes part in the gathers all the same
-            pass
+        result, failure = used(tensors, use) if self.is_here else used(tensors, lambda _: None)
         shared = failure
         if failure is not None and not isinstance(failure, RuntimeError):
             shared = RuntimeError(f"{doing} failed on the first rank: {type(failure).__name__}: {failure}")
@@ -559,6 +600,13 @@ class FirstRank:
         if shared is not None:
             raise shared from None if shared is failure else failure
         return cast(T, received)
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks that hold the module; small and picklable ones. Collective."""
+        values = [value]
+        for communicator in reversed(self.steps):
+            values = [value for values in communicator.all_gather_object(values) for value in values]
+        return values
 
     def announced(self, values: Any) -> Any:
         """Returns the first rank's values, in containers: tensors with dimensions as `Announced`.
@@ -582,6 +630,59 @@ class FirstRank:
         for communicator in self.steps:
             communicator.broadcast(value.view(-1).view(torch.uint8) if value.numel() else value)
         return value
+
+
+class Keepers:
+    """One rank for each value, by its key, that keeps it: ranks that write files, say.
+
+    Args:
+        ranks: The global ranks.
+    """
+
+    def __init__(self, ranks: Mapping[Any, int]) -> None:
+        self._ranks = ranks
+        self._here = dist.get_rank() if dist.is_initialized() else 0
+
+    def wants(self, value: FullValue) -> bool:
+        """Whether this rank keeps a value that is gathered."""
+        return self._ranks[value.key] == self._here
+
+    def rank_in(self, value: FullValue) -> int | None:
+        """Returns the one rank of the value's communicator that receives it; None if all do."""
+        return sorted(value.communicator.members).index(self._ranks[value.key])
+
+    def in_turns(self, values: Sequence[FullValue]) -> list[FullValue]:
+        """Returns the values that ranks here gather, those of one keeper in order, the keepers in turns."""
+        by_keeper: dict[int, list[FullValue]] = {}
+        for value in values:
+            if self._takes_part(value):
+                by_keeper.setdefault(self._ranks[value.key], []).append(value)
+        rows = zip_longest(*by_keeper.values())
+        return [value for row in rows for value in row if value is not None]
+
+    def _takes_part(self, value: FullValue) -> bool:
+        """Whether ranks here gather a value: they may be another copy's, whose keeper has its own."""
+        alone = value.communicator.size == 1
+        return value.part is not None or alone or self._ranks[value.key] in value.communicator.members
+
+
+def used(tensors: Iterator[Named], use: Callable[[Iterator[Named]], T]) -> tuple[T | None, Exception | None]:
+    """Lets this rank use what it gathers, and take part in the gathers whatever comes of that.
+
+    Returns:
+        The result, and what was raised by using them. What a gather raises is raised, as on other ranks.
+    """
+    own: list[Exception] = []
+    result, failure = None, None
+    try:
+        result = use(_noting(tensors, own))
+    except Exception as error:
+        if error in own:
+            raise
+        failure = error
+    for _ in tensors:
+        pass
+    return result, failure
 
 
 def _noting(tensors: Iterator[Named], errors: list[Exception]) -> Iterator[Named]:

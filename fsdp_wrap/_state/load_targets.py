@@ -8,7 +8,7 @@ more than its shard and one value. Modules that load in ways of their own are le
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,15 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import NormBase, pytree
-from fsdp_wrap._params import FlatParameter, Interval, IntervalTensor, ShardedParams, SideData
+from fsdp_wrap._params import (
+    FlatParameter,
+    Interval,
+    IntervalTensor,
+    LocalPart,
+    ShardedParams,
+    SideData,
+    boxes_of,
+)
 from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.full_values import shape_of
@@ -42,6 +50,8 @@ _PLAIN_LOADS = (
     NormBase._load_from_state_dict,  # adds a count that old versions lack
 )
 _EXTRA = "_extra_state"
+_AT_ONCE = 2**26
+"""Bytes that are read at a time."""
 
 
 class ReadsOnAccess(ABC):
@@ -79,11 +89,11 @@ def _takes(interval: Interval, value: Any, pieces: bool) -> bool:
     return fits and value.shape == interval.shape and not interval.data.is_meta
 
 
-def _load(interval: Interval, value: Any) -> None:
+def _load(interval: Interval, value: Any, at_once: int) -> None:
+    if isinstance(value, ReadsOnAccess) and not isinstance(interval.data, DTensor):
+        return _read_into(interval, value, max(1, at_once // value.dtype.itemsize))
     if isinstance(value, IntervalTensor):
         part = value.piece
-    elif isinstance(value, ReadsOnAccess) and interval.part is None:
-        part = value.read(interval.start, interval.stop)
     else:
         part = interval.own(value.whole() if isinstance(value, ReadsOnAccess) else torch.detach(value))
     values = part.view(interval.data.shape)
@@ -91,6 +101,31 @@ def _load(interval: Interval, value: Any) -> None:
         mesh, placements = interval.data.device_mesh, interval.data.placements
         values = distribute_tensor(values, mesh, placements, src_data_rank=None)
     interval.data.copy_(values)
+
+
+def _read_into(interval: Interval, value: ReadsOnAccess, at_once: int) -> None:
+    """Reads what an interval holds, so many elements at a time."""
+    part, data = interval.part, interval.data
+    if not data.is_contiguous() or (part is not None and not part.is_box):
+        data.copy_(interval.own(value.whole()).view(data.shape))
+        return
+    elements = data.view(-1)
+    for first in range(0, len(elements), at_once):
+        into = elements[first : first + at_once]
+        start, stop = interval.start + first, interval.start + first + len(into)
+        into.copy_(value.read(start, stop) if part is None else _read_part(value, part, start, stop))
+
+
+def _read_part(value: ReadsOnAccess, part: LocalPart, start: int, stop: int) -> torch.Tensor:
+    """Returns elements of the flattened part of a tensor, of which no more than their rows are read."""
+    elements, row = torch.empty(stop - start, dtype=value.dtype), value.shape[1:].numel()
+    begins, sizes = part.box
+    for box in boxes_of(sizes, start, stop):
+        first, *others = map(sum, zip(begins, box.offsets))
+        rows = value.read(first * row, (first + box.sizes[0]) * row).view(-1, *value.shape[1:])
+        columns = [slice(begin, begin + size) for begin, size in zip(others, box.sizes[1:])]
+        elements[box.first - start :][: box.numel].view(box.sizes).copy_(rows[(slice(None), *columns)])
+    return elements
 
 
 def _problems(key: str, target: Original, value: Any) -> Iterator[str]:
@@ -147,13 +182,23 @@ class Targets:
         missing = [key for key in known if key not in given]
         return missing, [key for key in given if key not in known and not key.startswith(self._own_way)]
 
-    def load(self, state_dict: Mapping[str, Any], *, strict: bool = True, pieces: bool = False) -> bool:
+    def load(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        pieces: bool = False,
+        at_once: int = _AT_ONCE,
+        progress: Callable[[int], object] = lambda _: None,
+    ) -> bool:
         """Loads full tensors, on every rank the same, without communication.
 
         Args:
             state_dict: By clean names.
             strict: Whether names must match; otherwise those are loaded that do.
             pieces: Also loads pieces that this rank saved of a sharded state dict.
+            at_once: Bytes to read at a time of what is read on access.
+            progress: Called with the bytes of each target that is loaded.
 
         Returns:
             Whether it did. Otherwise nothing has changed: a name is missing or unexpected, a value is no
@@ -171,7 +216,8 @@ class Targets:
             note_change(self._units, "load", pairs)
         with original_buffers(self._units), torch.no_grad():
             for target, key in pairs:
-                _load(target.interval, target.taken_apart(state_dict[key]))
+                _load(target.interval, target.taken_apart(state_dict[key]), at_once)
+                progress(target.interval.data.nbytes)
         return True
 
     def check(self, state_dict: Mapping[str, Any], strict: bool, kind: StateDictType) -> bool:

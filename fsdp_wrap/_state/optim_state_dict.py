@@ -21,7 +21,7 @@ from fsdp_wrap._core.torch_private import own_method
 from fsdp_wrap._params import IntervalTensor, to_local
 from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import settle
-from fsdp_wrap._state.full_values import FirstRank, FullValue, Receiver, check_budget, copied, stream
+from fsdp_wrap._state.full_values import FirstRank, FullValue, check_budget, copied, stream
 from fsdp_wrap._state.optim_initial import initial_state
 from fsdp_wrap._state.optim_params import (
     ParamGroup,
@@ -84,7 +84,7 @@ def full_optim_state_dict(
     state_dict: Mapping[str, Any] | None,
     *,
     to_host: bool,
-    only: Receiver = None,
+    only: FirstRank | None = None,
     by_rows: bool = False,
     initial: bool = False,
 ) -> dict[str, Any]:
@@ -172,7 +172,9 @@ class _FullState:
             self.known = agreed(names, self.local.pieces, self.local.error)
         self.unit_nbytes = names.largest_unit_nbytes()
 
-    def values(self, *, budget: int, only: Receiver, to_host: bool) -> Generator[tuple[str, str, Any]]:
+    def values(
+        self, *, budget: int, only: FirstRank | None, to_host: bool
+    ) -> Generator[tuple[str, str, Any]]:
         """Yields (name, key, value) of all; collective."""
         every = [(fqn, key, entry[key]) for fqn, entry in self.known.items() for key in sorted(entry)]
         cut = [value for _, _, value in every if isinstance(value, FullValue)]

@@ -44,7 +44,7 @@ from fsdp_wrap._state.full_params import (
     sharded_handles,
     summon,
 )
-from fsdp_wrap._state.full_values import FirstRank, Receiver, full_values, offloaded, stream, unsharded
+from fsdp_wrap._state.full_values import FirstRank, full_values, offloaded, stream, unsharded
 from fsdp_wrap._state.load_targets import copies_values
 from fsdp_wrap._state.originals import Original, originals_in, owned_names, owned_places, used_by
 from fsdp_wrap._state.side_data import load_side_data
@@ -71,7 +71,7 @@ def wants_dtensors(config: StateDictConfig | OptimStateDictConfig) -> bool:
     return getattr(config, "_use_dtensor", False)
 
 
-def only_rank(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> Receiver:
+def only_rank(module: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> FirstRank | None:
     """Returns the one rank that gets the result; None for all."""
     return FirstRank(module) if getattr(config, "rank0_only", False) else None
 
@@ -181,7 +181,13 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def take_state_dict(
-    unit: Unit, settings: StateDictSettings, call: Taking, *, only: Receiver, prefix: str, keep_vars: bool
+    unit: Unit,
+    settings: StateDictSettings,
+    call: Taking,
+    *,
+    only: FirstRank | None,
+    prefix: str,
+    keep_vars: bool,
 ) -> Any:
     """Adds the wrapped module's state dict to a call; tensors have no memory where they are not wanted."""
     module = _wrapped(unit)
@@ -201,7 +207,9 @@ def take_state_dict(
 
 
 @contextmanager
-def _replaced(unit: Unit, settings: StateDictSettings, only: Receiver, keep_vars: bool) -> Iterator[None]:
+def _replaced(
+    unit: Unit, settings: StateDictSettings, only: FirstRank | None, keep_vars: bool
+) -> Iterator[None]:
     kind, offload = settings.state_dict_type, settings.state_dict_config.offload_to_cpu
     # Copies, as torch's: they keep today's values. Variables are the memory itself; local shards are copied
     # later.
@@ -250,7 +258,7 @@ def _as_param(sharded: ShardedParams, index: int, value: torch.Tensor) -> Any:
     return value.requires_grad_(trains)
 
 
-def _full_copies(handle: ParamHandle, offload: bool, only: Receiver) -> Iterator[torch.Tensor]:
+def _full_copies(handle: ParamHandle, offload: bool, only: FirstRank | None) -> Iterator[torch.Tensor]:
     values = full_values(handle)
     # All at once, and small ones together: the caller keeps everything anyway.
     copies = stream(values, 2 * sum(value.nbytes for value in values), only=only, to_host=offload)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_wrap._core import format_bytes, format_dtype
 from fsdp_wrap.checkpoint import _convert
 from fsdp_wrap.checkpoint._contents import Contents, Source, counted
+from fsdp_wrap.checkpoint._hub import Described
 from fsdp_wrap.checkpoint._loading import refuse
 from fsdp_wrap.checkpoint._manifest import (
     METADATA,
@@ -32,7 +33,7 @@ from fsdp_wrap.checkpoint._manifest import (
 from fsdp_wrap.checkpoint._places.folder import Folder
 from fsdp_wrap.checkpoint._places.place import lack_of
 from fsdp_wrap.checkpoint._places.steps import disk_path, find
-from fsdp_wrap.checkpoint._safetensors import Described, nbytes
+from fsdp_wrap.checkpoint._safetensors import nbytes
 from fsdp_wrap.checkpoint._sources import (
     carried_of,
     is_foreign,

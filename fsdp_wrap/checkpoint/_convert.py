@@ -14,9 +14,9 @@ from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._contents import Source
 from fsdp_wrap.checkpoint._loading import verified
 from fsdp_wrap.checkpoint._places.folder import Folder
-from fsdp_wrap.checkpoint._safetensors import read_safetensors, write_safetensors
+from fsdp_wrap.checkpoint._safetensors import PATIENCE, read_safetensors, write_safetensors
 from fsdp_wrap.checkpoint._saving import SharedSave
-from fsdp_wrap.checkpoint._sources import PATIENCE, open_source, opened, tensors, verifying, watched
+from fsdp_wrap.checkpoint._sources import open_source, opened, tensors, verifying, watched
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, write_file
 from fsdp_wrap.checkpoint._team import ALONE
 from fsdp_wrap.checkpoint._torch_private import unflatten_state_dict

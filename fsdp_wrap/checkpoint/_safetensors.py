@@ -11,14 +11,17 @@ import json
 import math
 import os
 import re
+import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import (
     StateDictType,
@@ -26,26 +29,25 @@ from fsdp_wrap._core import (
     listed,
     nbytes_of,
     own_folder,
-    refuse_unusable,
     sync_folder,
     tells_keywords,
-    warn_caller,
 )
 from fsdp_wrap._core.torch_private import IncompatibleKeys
 from fsdp_wrap._params import boxes_of
 from fsdp_wrap._state import (
-    FirstRank,
-    FullParams,
     ReadsOnAccess,
     Targets,
     param_aliases,
     settled_units,
 )
-from fsdp_wrap.checkpoint._manifest import durable, tile
+from fsdp_wrap.checkpoint._hub import Described, HubLayout, fill_buffers, give_memory, refuse_meta_buffers
+from fsdp_wrap.checkpoint._manifest import crc_of, durable, tile
 from fsdp_wrap.checkpoint._places.steps import disk_path
 from fsdp_wrap.distributed_state_dict import by_own_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ASIDE = ".export_safetensors."
+"""How the names of folders begin in which files are written before they are all there."""
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _OF_RANK = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 """Files of DCP's `HuggingFaceStorageWriter(save_distributed=True)`: each holds one rank's parts."""
@@ -72,72 +74,12 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
-Described = Mapping[str, tuple[Sequence[int], torch.dtype]]
-"""Shape and dtype of tensors by their names."""
+PATIENCE = 2.0
+"""Seconds until a bar appears on standard error; what is done before shows none."""
+
 Named = tuple[str, torch.Tensor]
 
 # writing
-
-
-@tells_keywords()
-def export_safetensors(
-    module: nn.Module,
-    directory: str | os.PathLike[str],
-    *,
-    max_shard_size: int | str = "5GB",
-    dtype: torch.dtype | None = None,
-    budget: int | None = None,
-    max_shard_bytes: int | str | None = None,
-) -> list[str]:
-    """Writes the full parameters and persistent buffers as safetensors files; collective.
-
-    The first rank writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
-    `model.safetensors.index.json`, under the names of the unwrapped module; tied parameters once, under the
-    first of their names. No rank holds more than `budget` bytes of it at a time. An earlier export
-    in the directory is replaced once all of the new files are complete. Extra state of modules, which is no
-    tensor, is left out. 4-bit weights of bitsandbytes are written as the numbers that their codes mean.
-
-    Args:
-        module: Wrapped, with wrapped modules in it, or plain.
-        directory: Made if it does not exist; all that matters is the first rank's view of it.
-        max_shard_size: The most bytes of tensors in one file, such as `"5GB"` or `"500MiB"`; a larger tensor
-            has a file of its own.
-        dtype: Cast floating-point parameters to this; None for the master dtype.
-        budget: The budget of `iter_full_params`.
-        max_shard_bytes: The former name of `max_shard_size`, which goes in the next release.
-
-    Returns:
-        The names of the files with tensors, on every rank.
-
-    Raises:
-        RuntimeError: Inside a forward, backward or `summon_full_params`; on every rank, if the first one
-            could not write.
-        TypeError: If an argument has the wrong type, or a full parameter is of a tensor subclass.
-        ValueError: If `max_shard_size` or `budget` is no positive size, safetensors has no such dtype, or the
-            first rank cannot write to the directory.
-    """
-    if max_shard_bytes is not None:
-        warn_caller("max_shard_bytes is called max_shard_size now: pass that", DeprecationWarning)
-        max_shard_size = max_shard_bytes
-    path = disk_path(directory, "export_safetensors()")
-    params = FullParams(module, "export_safetensors()", dtype=dtype, buffers=True, numbers=True)
-    params.refuse_subclasses("export_safetensors()")
-    plan = _plan(params.described(), max_shard_size)
-    stream = params.stream(budget=budget, rank0_only=True, offload_to_cpu=True)
-    first = FirstRank(module)
-    if (unusable := first.object(_unusable(path) if first.is_here else None)) is not None:
-        raise ValueError(unusable)
-    first.uses(stream, partial(_write, path, plan), "export_safetensors()")
-    return [*plan]
-
-
-def _unusable(directory: Path) -> str | None:
-    """Returns why a directory cannot be written to; None if it can."""
-    try:
-        refuse_unusable(directory.absolute())
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def write_safetensors(
@@ -148,8 +90,13 @@ def write_safetensors(
     max_shard_size: int | str = "5GB",
 ) -> list[str]:
     """Writes tensors as `export_safetensors` does, in one process; returns the names of the files."""
-    plan = _plan(described, max_shard_size)
-    _write(Path(directory), plan, iter(values))
+    refuse_unwritable(described)
+    plan = planned([described], nbytes_of(max_shard_size, "max_shard_size"))
+    folder = Path(directory)
+    own_folder(folder)
+    with TemporaryDirectory(prefix=ASIDE, dir=folder) as aside:
+        write_files(Path(aside), plan, iter(values))
+        install(Path(aside), folder, plan)
     return [*plan]
 
 
@@ -162,18 +109,27 @@ def refuse_unwritable(described: Described) -> None:
             raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}: cast it before")
 
 
-def _plan(described: Described, most: int | str) -> dict[str, Described]:
-    """Returns the tensors of each file, in order, of at most so many bytes a file."""
-    refuse_unwritable(described)
-    most, filled = nbytes_of(most, "max_shard_size"), 0
+def planned(groups: Iterable[Described], most: int) -> dict[str, Described]:
+    """Returns the tensors of each file, in order, of at most so many bytes a file.
+
+    A group of tensors is in one file, or in files of its own.
+    """
     parts: list[dict[str, Any]] = [{}]
-    for name, (shape, dtype) in described.items():
-        size = nbytes(shape, dtype)
-        if parts[-1] and filled + size > most:
+    filled = 0
+    for group in groups:
+        whole = sum(nbytes(*about) for about in group.values())
+        if parts[-1] and filled + whole > most:
             parts.append({})
             filled = 0
-        parts[-1][name] = torch.Size(shape), dtype
-        filled += size
+        for name, (shape, dtype) in group.items():
+            size = nbytes(shape, dtype)
+            if parts[-1] and filled + size > most:
+                parts.append({})
+                filled = 0
+            parts[-1][name] = torch.Size(shape), dtype
+            filled += size
+        if whole > most:  # and shares its last file with no other
+            filled = whole
     count = len(parts)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     return dict(zip(names if count > 1 else [SINGLE], parts))
@@ -184,23 +140,28 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _write(directory: Path, plan: Mapping[str, Described], values: Iterator[Named]) -> None:
-    """Writes all files under other names and then lets them take the place of an earlier export."""
-    own_folder(directory)
-    with TemporaryDirectory(prefix=".export_safetensors.", dir=directory) as name:
-        aside = Path(name)
-        for file, tensors in plan.items():
-            with durable(aside / file) as out:
-                _write_tensors(out, tensors, values)
-        if len(plan) > 1:
-            with durable(aside / INDEX) as out:
-                out.write(_index(plan))
-        _install(aside, directory)
+def write_files(aside: Path, plan: Mapping[str, Described], values: Iterator[Named]) -> None:
+    """Writes files into a folder of their own, and reads them back to see that they hold what was given.
+
+    Raises:
+        RuntimeError: If a file holds something else.
+        ValueError: If the values are not those of the plan, in its order.
+    """
+    for file, tensors in plan.items():
+        with durable(aside / file) as out:
+            sums = _write_tensors(out, tensors, values)
+        for name, (start, size, crc) in sums.items():
+            if crc_of(aside / file, start, size) != crc:
+                raise RuntimeError(f"{file} does not hold what was written of {name}: check the disk")
 
 
-def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -> None:
+def _write_tensors(
+    out: BinaryIO, tensors: Described, values: Iterator[Named]
+) -> dict[str, tuple[int, int, int]]:
+    """Writes a file; returns where each tensor lies, and the CRC-32 of its bytes."""
     header, starts = _header(tensors)
     out.write(header)
+    sums = {}
     for expected, (shape, dtype) in tensors.items():
         name, value = next(values, ("nothing", torch.empty(0)))
         if (name, value.shape, value.dtype) != (expected, shape, dtype):
@@ -208,9 +169,12 @@ def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -
         if value.layout is not torch.strided:
             raise ValueError(f"safetensors cannot hold {name}, which is sparse: make it dense before")
         value = value.detach().cpu().contiguous()
+        data: Any = (ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.nbytes else b""
         out.seek(starts[name])
-        out.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.nbytes else b"")
-        del value
+        out.write(data)
+        sums[name] = starts[name], value.nbytes, zlib.crc32(data)
+        del value, data
+    return sums
 
 
 def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
@@ -234,8 +198,11 @@ def _index(plan: Mapping[str, Described]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _install(aside: Path, directory: Path) -> None:
+def install(aside: Path, directory: Path, plan: Mapping[str, Described]) -> None:
     """Lets new files take the place of old ones, so that at no time old and new ones look like one export."""
+    if len(plan) > 1:
+        with durable(aside / INDEX) as out:
+            out.write(_index(plan))
     new = sorted(path.name for path in aside.iterdir())  # the index last
     stale = {path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name)}
     if INDEX in new:
@@ -251,19 +218,31 @@ def _install(aside: Path, directory: Path) -> None:
 # reading
 
 
+@tells_keywords()
 def import_safetensors(
-    module: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True
+    module: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    budget: int | str = "256MiB",
 ) -> IncompatibleKeys:
     """Loads `model.safetensors`, or the files of `model.safetensors.index.json`; nothing is communicated.
 
     Every rank reads what it holds of each tensor and no more, unless modules load in ways of their own. Names
     of tied parameters that the files lack are taken from another name of the same parameter. Floating-point
-    values are cast to the parameter's dtype.
+    values are cast to the parameter's dtype. Parameters on the meta device get memory first, on the device of
+    their unit, once the files are known to fit.
+
+    A model of transformers is loaded from files as they lie on the Hub: names and shapes are converted as its
+    `from_pretrained` does, experts one by one into fused ones, fp8 and mxfp4 weights into numbers. Buffers
+    that no file holds are computed. This needs transformers 5 where the layouts differ.
 
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
         directory: With files as `export_safetensors` or Hugging Face's libraries write them.
         strict: Whether names must match exactly.
+        budget: The most bytes to read and convert at a time beside the shard, or text like "1GB". What
+            cannot be converted in part, such as one weight cut into three, takes its whole size.
 
     Returns:
         Missing and unexpected keys, as `torch.nn.Module.load_state_dict`.
@@ -272,17 +251,29 @@ def import_safetensors(
         FileNotFoundError: Naming the file that is missing.
         RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names,
             shapes or dtypes do not fit. Nothing is loaded then.
+        ValueError: If `budget` is no positive size, or the files are quantised in another way.
     """
     settled_units(module, "import_safetensors()")
+    most, folder = nbytes_of(budget, "budget"), disk_path(directory, "import_safetensors()")
     targets = Targets(module)
-    given = read_safetensors(disk_path(directory, "import_safetensors()"))
+    given = read_safetensors(folder)
+    if (layout := HubLayout.of(module)) is not None:
+        dtypes = {name: tensor.dtype for name, tensor in targets.tensors.items()}
+        given = layout.as_parameters(given, dtypes, folder, most // 2)
     for names in ((first, *others) for first, others in param_aliases(module).items()):
         source = next((given[name] for name in names if name in given), None)
         given |= {name: source for name in names if name not in given and source is not None}
     given = by_own_names(module, given)
     sure = targets.check(given, strict, StateDictType.FULL_STATE_DICT)
-    targets.refuse(_other_kinds(targets.tensors, given))
-    if (sure or not strict) and targets.load(given, strict=False):
+    targets.refuse([*_other_kinds(targets.tensors, given), *refuse_meta_buffers(module)])
+    if give_memory(module):
+        targets = Targets(module)
+    with _bar(sum(tensor.nbytes for tensor in targets.tensors.values())) as bar:
+        loaded = (sure or not strict) and targets.load(
+            given, strict=False, at_once=most // 4, progress=bar.update
+        )
+    fill_buffers(module)
+    if loaded:
         return IncompatibleKeys(*targets.other_names(given))
     # Tensors instead of what reads them: modules with ways of their own may do anything.
     whole = {name: value.whole() for name, value in given.items()}
@@ -290,10 +281,17 @@ def import_safetensors(
     return result
 
 
+def _bar(total: int) -> Any:
+    """Returns a bar of bytes, which the first rank shows at a terminal if it takes long."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    how = {"unit": "B", "unit_scale": True, "leave": False, "file": sys.stderr}
+    return tqdm(total=total, desc="weights", delay=PATIENCE, disable=None if first else True, **how)
+
+
 def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAccess]) -> Iterator[str]:
     for name, tensor in own.items():
-        if tensor.is_meta:
-            yield f"'{name}' is on the meta device and has no values."
+        if tensor.is_meta and name not in given:
+            yield f"'{name}' is on the meta device, and the files have no values for it."
         dtype = given[name].dtype if name in given else tensor.dtype
         if dtype != tensor.dtype and not (is_castable(tensor.dtype) and is_castable(dtype)):
             yield f"dtype mismatch for {name}: the file has {dtype}, the model {tensor.dtype}."

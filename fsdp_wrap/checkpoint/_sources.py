@@ -23,14 +23,11 @@ from fsdp_wrap.checkpoint._loading import refuse, verified
 from fsdp_wrap.checkpoint._manifest import MANIFEST, METADATA, ByteRange, read_metadata
 from fsdp_wrap.checkpoint._places.folder import Folder
 from fsdp_wrap.checkpoint._places.steps import find
-from fsdp_wrap.checkpoint._safetensors import Named, is_folder_of_tensors, nbytes, read_safetensors
+from fsdp_wrap.checkpoint._safetensors import PATIENCE, Named, is_folder_of_tensors, nbytes, read_safetensors
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, of_numpy, read
 from fsdp_wrap.checkpoint._team import ALONE
 
 T = TypeVar("T")
-
-PATIENCE = 2.0
-"""Seconds until a bar appears on standard error; what is done before shows none."""
 
 _STEP, _FILE = "step folder", "file by torch.save"
 _ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")

@@ -21,7 +21,7 @@ from fsdp_wrap.weights._changes import Change, Changes, apply_changes
 from fsdp_wrap.weights._source import WeightMeta, WeightSource
 
 if TYPE_CHECKING:
-    from fsdp_wrap.checkpoint._safetensors import Described
+    from fsdp_wrap.checkpoint._hub import Described
 
 _NAME, _ABOUT, _END = "version-{:08}", "update.json", "closed"
 _INDEX, _VALUE = "index:", "value:"

@@ -26,8 +26,8 @@ from bed.references import count_collectives
 from composable import shard_blocks
 from fronts import ONE, squares
 from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap.checkpoint import export_safetensors
 from fsdp_wrap.checkpoint._safetensors import (
-    export_safetensors,
     import_safetensors,
     read_safetensors,
     write_safetensors,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_wrap.checkpoint._safetensors import export_safetensors, import_safetensors
+from fsdp_wrap.checkpoint import export_safetensors, import_safetensors
 from launch import client_rank, needs
 from tiny_models import LENGTH, llama, t5
 

@@ -200,6 +200,11 @@ class LocalPart:
         return tuple(offsets), tuple(sizes)
 
     @property
+    def is_box(self) -> bool:
+        """Whether the local part is one box of a tensor with dimensions."""
+        return bool(self.shape) and not any(isinstance(place, StridedShard) for place in self.placements)
+
+    @property
     def cut_dims(self) -> tuple[int, ...]:
         """Dimensions of the mesh over which ranks have different parts."""
         return tuple(

@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_wrap._core import format_dtype, listed
 from fsdp_wrap.checkpoint._contents.optimizers import Keys, Kind, dotted, nested, of_optimizers
-from fsdp_wrap.checkpoint._safetensors import Described
+from fsdp_wrap.checkpoint._hub import Described
 
 _listed = partial(listed, most=40)
 

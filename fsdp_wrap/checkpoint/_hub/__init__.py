@@ -1,0 +1,11 @@
+"""Models of transformers as they lie on the Hub.
+
+Lives here: a model's parameters as files of that library's layout hold them, both ways. May import: `_core`,
+`_runtime`, `_state`. Must never know: front-ends, checkpoints of steps.
+"""
+
+from fsdp_wrap.checkpoint._hub.buffers import fill_buffers, give_memory, refuse_meta_buffers
+from fsdp_wrap.checkpoint._hub.layout import HubLayout
+from fsdp_wrap.checkpoint._hub.stored import Described, Stored
+
+__all__ = ["Described", "HubLayout", "Stored", "fill_buffers", "give_memory", "refuse_meta_buffers"]

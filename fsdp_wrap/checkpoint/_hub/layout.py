@@ -1,0 +1,155 @@
+"""`HubLayout`: names and shapes of a model's tensors in files of the Hub, as transformers maps them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import WRAPPED_ATTR, original_class
+from fsdp_wrap._state import ReadsOnAccess
+from fsdp_wrap.checkpoint._hub.converted import Conversion
+from fsdp_wrap.checkpoint._hub.stored import Described, Stored
+
+_DEQUANTISED = ("fp8", "mxfp4")
+"""Quantisations of files that transformers undoes by itself while it loads."""
+
+
+class HubLayout:
+    """What transformers' own mapping says of a model, which is asked and not copied.
+
+    Args:
+        model: The model on the meta device, with the dtypes of the one that is loaded or saved.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @classmethod
+    def of(cls, module: nn.Module) -> HubLayout | None:
+        """Returns the layout of a model of transformers, wrapped or not; None for all else.
+
+        Before version 5 of transformers, models have the names of the Hub themselves.
+        """
+        unwrapped = module._modules.get(WRAPPED_ATTR) or module
+        kind = original_class(unwrapped)
+        library = sys.modules.get("transformers.modeling_utils")
+        loads = "transformers.core_model_loading" in sys.modules
+        if library is None or not loads or not issubclass(kind, library.PreTrainedModel):
+            return None
+        config = copy.deepcopy(unwrapped.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            return cls(kind(config))
+
+    def as_parameters(
+        self,
+        given: Mapping[str, ReadsOnAccess],
+        dtypes: Mapping[str, torch.dtype],
+        folder: Path,
+        budget: int,
+    ) -> dict[str, ReadsOnAccess]:
+        """Returns a file's tensors as the model's parameters and buffers, under its names.
+
+        Args:
+            given: The tensors by the files' names. Those that the model has no place for stay as they are.
+            dtypes: Of the model's tensors, which dequantised ones get.
+            folder: Where the files lie, with `config.json` if they are quantised.
+            budget: The most bytes to convert at a time.
+        """
+        from transformers import core_model_loading as loading
+        from transformers.conversion_mapping import (
+            get_model_conversion_mapping,
+        )
+
+        own = self._model.state_dict()
+        for name, tensor in own.items():
+            if name in dtypes and dtypes[name] != tensor.dtype:
+                tensor = self._model.get_parameter_or_buffer(name)
+                tensor.data = tensor.data.to(dtypes[name])
+        mapping = get_model_conversion_mapping(self._model, None, _quantiser(folder))
+        renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        prefix = self._model.base_model_prefix
+        params: dict[str, ReadsOnAccess] = {}
+        groups: dict[str, tuple[Any, dict[str, list[ReadsOnAccess]]]] = {}
+        for key in sorted(given, key=loading.dot_natural_key):
+            name, pattern = loading.rename_source_key(key, renamings, converters, prefix, own)
+            if name not in own and key in own:  # which has the model's own names
+                name, pattern = loading.rename_source_key(key, [], [], prefix, own)
+            if name not in own:
+                if not self._ignores(key, name):
+                    params[key] = given[key]
+            elif pattern is None:
+                params[name] = given[key]
+            else:
+                _, sources = groups.setdefault(name, (by_pattern[pattern], {}))
+                sources.setdefault(pattern, []).append(given[key])
+        for name, (converter, sources) in groups.items():
+            conversion = Conversion(copy.deepcopy(converter), name, sources, self._model, budget)
+            conversion.refuse_misfits()
+            params.update(conversion.tensors())
+        return params
+
+    def as_stored(self, described: Described) -> list[Stored]:
+        """Returns what files of the Hub hold of parameters, in order."""
+        from transformers import core_model_loading as loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        mapping = get_model_conversion_mapping(self._model, add_legacy=False)
+        # Whether files had a prefix that the model lacks is known only to whoever has loaded them.
+        mapping = [entry for entry in mapping if not isinstance(entry, loading.PrefixChange)]
+        self._model._weight_conversions = mapping  # which the library's own function reads
+        reversed_ = [entry.reverse_transform() for entry in mapping[::-1]]
+        renamings = [entry for entry in reversed_ if isinstance(entry, loading.WeightRenaming)]
+        converters = [entry for entry in reversed_ if isinstance(entry, loading.WeightConverter)]
+        groups: dict[tuple[str, bool], list[str]] = {}
+        for param in described:
+            name, pattern = loading.apply_converters(param, converters)
+            groups.setdefault((name, pattern is not None), []).append(param)
+        stored = []
+        for (name, converted), params in groups.items():
+            if converted:
+                make = partial(loading.revert_weight_conversion, self._model)
+                stored.append(Stored.converted(params, described, make))
+            else:
+                name = loading.apply_renamings(params[0], renamings)
+                stored.append(Stored.renamed(params[0], name, described[params[0]]))
+        return stored
+
+    def _ignores(self, *names: str) -> bool:
+        """Whether the model's class says that a file may have a tensor which it does not use."""
+        patterns = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+        return any(re.search(pattern, name) for pattern in patterns for name in names)
+
+
+def _quantiser(folder: Path) -> Any:
+    """Returns transformers' quantiser for files that are quantised, set to undo it; None for others."""
+    path = (folder if folder.is_dir() else folder.parent) / "config.json"
+    if not path.exists():
+        return None
+    try:
+        about = json.loads(path.read_text()).get("quantization_config")
+    except (ValueError, AttributeError) as error:
+        raise RuntimeError(f"{path} is damaged: {error!r}") from error
+    if about is None:
+        return None
+    method = about.get("quant_method")
+    if method not in _DEQUANTISED:
+        raise ValueError(
+            f"{path.parent} holds weights quantised by {method}, which only transformers can load: call "
+            "from_pretrained() and shard after that, or dequantise the files first"
+        )
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    return AutoHfQuantizer.from_config({**about, "dequantize": True}, pre_quantized=True)

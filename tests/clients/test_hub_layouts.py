@@ -1,0 +1,293 @@
+"""Models as they lie on the Hub, loaded into shards: equal to what `from_pretrained` makes of the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from bed import ranks
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import checkpoint, fully_shard
+from fsdp_wrap.wrap import ModuleWrapPolicy
+from launch import needs
+
+pytestmark = needs("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+BLOCK = 16
+MODELS = ("llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+
+
+@pytest.fixture(autouse=True)
+def _layouts_differ():
+    pytest.importorskip("transformers.core_model_loading")
+
+
+def _config(kind: str) -> Any:
+    import transformers
+
+    experts: dict[str, dict[str, Any]] = {
+        "llama": {"tie_word_embeddings": True},
+        "mixtral": {"num_local_experts": 4},
+        "qwen3_moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 16,
+        },
+        "gpt_oss": {"num_local_experts": 4, "head_dim": 16, "intermediate_size": 64},
+        "deepseek_v3": {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    }
+    return transformers.AutoConfig.for_model(kind, **{**SIZES, **experts[kind]})
+
+
+def _saved(kind: str, folder: Path, quantised: bool = False) -> None:
+    """Writes a model as it lies on the Hub, in several files, quantised if asked."""
+    import transformers
+
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(_config(kind), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    if quantised:
+        {"deepseek_v3": _as_fp8, "gpt_oss": _as_mxfp4}[kind](folder)
+
+
+def _rewrite(folder: Path, change: Any, about: dict[str, Any]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    index = folder / "model.safetensors.index.json"
+    weight_map = {}
+    for file in sorted({*json.loads(index.read_text())["weight_map"].values()}):
+        tensors = {}
+        for name, value in load_file(folder / file).items():
+            tensors |= change(name, value)
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+
+
+def _as_fp8(folder: Path) -> None:
+    """Quantises the weights of linear layers by blocks, as DeepSeek's files have them."""
+
+    def change(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        linear = "_proj" in name or "experts" in name
+        if not linear or value.dim() != 2 or any(size % BLOCK for size in value.shape):
+            return {name: value}
+        rows, columns = (size // BLOCK for size in value.shape)
+        blocks = value.float().view(rows, BLOCK, columns, BLOCK)
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).view(value.shape).to(torch.float8_e4m3fn)
+        return {name: codes, f"{name}_scale_inv": scale}
+
+    block = [BLOCK, BLOCK]
+    _rewrite(
+        folder, change, {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
+    )
+
+
+def _as_mxfp4(folder: Path) -> None:
+    """Writes experts as codes of 4 bits, with one scale for 32, as gpt-oss's files have them."""
+
+    def change(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return {name: value}
+        experts, inner, outer = value.shape
+        generator = torch.Generator().manual_seed(len(name))
+        shape = (experts, outer, inner // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(118, 124, shape, generator=generator).to(torch.uint8)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    _rewrite(folder, change, {"quant_method": "mxfp4", "modules_to_not_convert": []})
+
+
+def _loaded_by_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def _on_meta(kind: str, dtype: torch.dtype) -> Any:
+    import transformers
+
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(_config(kind), dtype=dtype).eval()
+
+
+def _sharded(model: Any, how: str) -> Any:
+    layers = model.model.layers
+    if how.startswith("fully_shard"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
+        options: dict[str, Any] = {"mesh": mesh["data"]} if how != "fully_shard hsdp" else {"mesh": mesh}
+        if how == "fully_shard tp":
+            places = {"self_attn.q_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel()}
+            for layer in layers:
+                parallelize_module(layer, mesh["other"], places)
+        if how == "fully_shard ep":
+            for layer in layers:
+                _spread_experts(layer.mlp, mesh["other"])
+        for layer in layers:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+
+    def init(module: torch.nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+
+    policy = ModuleWrapPolicy({type(layers[0])})
+    return FSDP(model, auto_wrap_policy=policy, use_orig_params=how == "orig", param_init_fn=init)
+
+
+def _spread_experts(mlp: Any, mesh: Any) -> None:
+    if not hasattr(mlp, "experts"):
+        return
+    for name, param in [*mlp.experts.named_parameters(recurse=False)]:
+        local = torch.empty(len(param) // mesh.size(), *param.shape[1:], dtype=param.dtype, device="meta")
+        spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        setattr(mlp.experts, name, torch.nn.Parameter(spread))
+
+
+def _full(model: Any) -> dict[str, torch.Tensor]:
+    if isinstance(model, FSDP):
+        with FSDP.summon_full_params(model):
+            return {name: value.clone() for name, value in model.module.state_dict().items()}
+    values = model.state_dict()
+    return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in values.items()}
+
+
+def _clean(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("_fsdp_wrapped_module.", ""): value for name, value in values.items()}
+
+
+def _assert_loads(kind: str, folder: Path, how: str, dtype: torch.dtype, rank: int, **options: Any) -> None:
+    if rank == 0:
+        _saved(kind, folder, quantised="quantised" in options)
+    dist.barrier()
+    options.pop("quantised", None)
+    wanted = _loaded_by_transformers(folder, dtype)
+    model = _sharded(_on_meta(kind, dtype), how)
+    missing, unexpected = checkpoint.import_safetensors(model, folder, **options)
+    assert (missing, unexpected) == ([], [])
+    loaded = _clean(_full(model))
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(loaded[name], value), name
+    for name, buffer in wanted.named_buffers():  # those too that no file has
+        own = _clean(dict(model.named_buffers()))[name]
+        assert torch.equal(own, buffer), name
+    if how in ("fully_shard tp", "fully_shard ep"):
+        return  # whose forwards need transformers to know of the mesh
+    tokens = torch.arange(12).view(2, 6) + 3
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("how", ["fully_shard hsdp", "orig", "flat"])
+@pytest.mark.parametrize("kind", MODELS)
+@ranks(4)
+def test_it_loads_as_from_pretrained(rank, world_size, tmp_path, kind, how):
+    dtype = torch.float32 if how == "orig" else torch.bfloat16
+    _assert_loads(kind, tmp_path, how, dtype, rank)
+
+
+@pytest.mark.parametrize("budget", ["256MiB", 1])
+@pytest.mark.parametrize("how", ["fully_shard", "orig", "flat"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+@ranks(4)
+def test_quantised_files_become_numbers(rank, world_size, tmp_path, kind, how, budget):
+    _assert_loads(kind, tmp_path, how, torch.bfloat16, rank, quantised=True, budget=budget)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("how", ["fully_shard tp", "fully_shard ep"])
+@ranks(4)
+def test_it_loads_into_meshes(rank, world_size, tmp_path, kind, how):
+    if kind == "deepseek_v3" and how == "fully_shard tp":
+        return  # its queries are in two layers of other names
+    _assert_loads(kind, tmp_path, how, torch.bfloat16, rank, budget=1)
+
+
+@pytest.mark.parametrize("how", ["fully_shard hsdp", "flat"])
+@pytest.mark.parametrize("kind", MODELS)
+@ranks(4)
+def test_exports_are_those_of_save_pretrained(rank, world_size, tmp_path, kind, how):
+    from safetensors.torch import load_file
+
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    if rank == 0:
+        _saved(kind, theirs)
+    dist.barrier()
+    model = _sharded(_on_meta(kind, torch.bfloat16), how)
+    checkpoint.import_safetensors(model, theirs)
+    options: dict[str, Any] = {"max_shard_size": "20KB", "files": [theirs / "config.json"]}
+    files = checkpoint.export_safetensors(model, ours, **options)
+    assert sorted(files) == sorted(path.name for path in ours.glob("*.safetensors"))
+    stored, wanted = (
+        {
+            name: value
+            for path in sorted(folder.glob("*.safetensors"))
+            for name, value in load_file(path).items()
+        }
+        for folder in (ours, theirs)
+    )
+    assert stored.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(stored[name], value), name
+    again = _loaded_by_transformers(ours, torch.bfloat16)
+    for name, value in _loaded_by_transformers(theirs, torch.bfloat16).state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+@ranks(4)
+def test_what_does_not_fit_is_refused_and_the_model_stays_on_meta(rank, world_size, tmp_path):
+    if rank == 0:
+        _saved("qwen3_moe", tmp_path)
+    dist.barrier()
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    lost = "model.layers.1.mlp.experts.2.up_proj.weight"
+    dist.barrier()
+    if rank == 0:
+        del content["weight_map"][lost]
+        index.write_text(json.dumps(content))
+    dist.barrier()
+    model = _sharded(_on_meta("qwen3_moe", torch.bfloat16), "fully_shard")
+    with pytest.raises(RuntimeError, match="made of 4 tensors, and the files have 3"):
+        checkpoint.import_safetensors(model, tmp_path)
+    assert all(param.is_meta for param in model.parameters())
+    config = tmp_path / "config.json"
+    dist.barrier()
+    if rank == 0:
+        about = {"quant_method": "awq", "bits": 4}
+        config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": about}))
+    dist.barrier()
+    with pytest.raises(ValueError, match="quantised by awq, which only transformers can load"):
+        checkpoint.import_safetensors(model, tmp_path)
