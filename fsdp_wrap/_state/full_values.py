@@ -655,10 +655,10 @@ class Keepers:
         """Returns the values that ranks here gather, those of one keeper in order, the keepers in turns."""
         by_keeper: dict[int, list[FullValue]] = {}
         for value in values:
-            if self._takes_part(value):
-                by_keeper.setdefault(self._ranks[value.key], []).append(value)
+            by_keeper.setdefault(self._ranks[value.key], []).append(value)
         rows = zip_longest(*by_keeper.values())
-        return [value for row in rows for value in row if value is not None]
+        # Chosen after that: all ranks must gather in one order what several groups gather together.
+        return [value for row in rows for value in row if value is not None and self._takes_part(value)]
 
     def _takes_part(self, value: FullValue) -> bool:
         """Whether ranks here gather a value: they may be another copy's, whose keeper has its own."""

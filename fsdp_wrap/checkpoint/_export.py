@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +18,7 @@ from torch import nn
 
 from fsdp_wrap._core import ceil_div, nbytes_of, own_folder, refuse_unusable, tells_keywords, warn_caller
 from fsdp_wrap._state import FirstRank, FullParams, Keepers, used
-from fsdp_wrap.checkpoint._hub import Described, HubLayout, Stored
+from fsdp_wrap.checkpoint._hub import Described, HubLayout, StoredParams
 from fsdp_wrap.checkpoint._places.steps import disk_path
 from fsdp_wrap.checkpoint._safetensors import (
     ASIDE,
@@ -29,6 +32,8 @@ from fsdp_wrap.checkpoint._safetensors import (
 
 _LEAST = 2**20
 """Bytes below which a model is not split so that each rank has a file."""
+_ABANDONED = 3600.0
+"""Seconds after which files that nobody writes to are those of an export that was killed."""
 _DOING = "export_safetensors()"
 
 
@@ -86,77 +91,100 @@ def export_safetensors(
     described, layout = params.described(), HubLayout.of(module)
     refuse_unwritable(described)
     if layout is None:
-        stored = [Stored.renamed(name, name, about) for name, about in described.items()]
+        stored = [StoredParams.renamed(name, name, about) for name, about in described.items()]
     else:
         stored = layout.as_stored(described)
     most, first = nbytes_of(max_shard_size, "max_shard_size"), FirstRank(module)
     copies = [Path(file) for file in files]
     if (unusable := first.object(_unusable(path, copies) if first.is_here else None)) is not None:
         raise ValueError(unusable)
-    aside = first.object(_made(path) if first.is_here else None)
-    if isinstance(aside, Exception):
-        raise aside
+    aside, failure = _made(path) if first.is_here else (None, None)
+    _tell(first, failure)
+    aside = first.object(aside)
     try:
-        return _exported(params, stored, most, budget, first, path, aside, copies)
+        plan = _Plan.of(stored, most, _writers(first, aside))
+        stream = params.stream(budget=budget, offload_to_cpu=True, keepers=plan.keepers)
+        _, failure = used(stream, partial(plan.write, aside))
+        _tell(first, failure)
+        failure = _installed(plan, aside, path, copies) if first.is_here and aside is not None else None
+        _tell(first, failure)
     finally:
-        if aside is not None and first.is_here:
+        if first.is_here and aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
+    return [*plan.files]
 
 
-def _exported(
-    params: FullParams,
-    stored: Sequence[Stored],
-    most: int,
-    budget: int | None,
-    first: FirstRank,
-    path: Path,
-    aside: Path | None,
-    copies: Sequence[Path],
-) -> list[str]:
-    """Writes the files into a folder aside, and installs them if all ranks could."""
-    here = dist.get_rank() if dist.is_initialized() else 0
-    folder = Path() if aside is None else aside  # none where another rank writes what no unit has
-    sees = first.from_all((here, aside is not None and aside.is_dir()))
-    writers = sorted({rank for rank, may in sees if may}) or [0]
-    total = sum(nbytes(*about) for part in stored for about in part.described.values())
-    most = min(most, max(_LEAST, ceil_div(total, len(writers))))
-    plan = planned((part.described for part in stored), most)
-    owners = _owners(stored, plan, writers, total)
-    own = {file: tensors for file, tensors in plan.items() if owners[next(iter(tensors))] == here}
-    keepers = Keepers({param: owners[next(iter(part.described))] for part in stored for param in part.params})
-    stream = params.stream(budget=budget, offload_to_cpu=True, keepers=keepers)
-    mine = [part for part in stored if owners[next(iter(part.described))] == here]
-    _, failure = used(stream, lambda values: write_files(folder, own, _converted(mine, values)))
-    _tell(first, here, failure)
-    failure = None
-    if first.is_here:
-        try:
-            for file in copies:
-                shutil.copyfile(file, folder / file.name)
-            install(folder, path, plan)
-            shutil.rmtree(folder)
-        except Exception as error:
-            failure = error
-    _tell(first, here, failure)
-    return [*plan]
+@dataclass(frozen=True)
+class _Plan:
+    """Which rank writes which files.
+
+    Attributes:
+        files: The tensors of each file.
+        writers: The rank that writes each file.
+        stored: What each parameter, or several, become, with the rank that writes it.
+    """
+
+    files: Mapping[str, Described]
+    writers: Mapping[str, int]
+    stored: Sequence[tuple[StoredParams, int]]
+
+    @classmethod
+    def of(cls, stored: Sequence[StoredParams], most: int, ranks: Sequence[int]) -> _Plan:
+        """Shares out tensors to ranks, in order: what is made of a parameter to one."""
+        total = sum(nbytes(*about) for part in stored for about in part.described.values())
+        files = planned(
+            (part.described for part in stored), min(most, max(_LEAST, ceil_div(total, len(ranks))))
+        )
+        writers, filled = {}, 0
+        for file, tensors in files.items():
+            size = sum(nbytes(*about) for about in tensors.values())
+            middle = filled + size // 2
+            writers[file] = ranks[min(len(ranks) * middle // max(1, total), len(ranks) - 1)]
+            filled += size
+        file_of = {name: file for file, tensors in files.items() for name in tensors}
+        for part in stored:
+            first, *others = part.described
+            writers |= {file_of[name]: writers[file_of[first]] for name in others}
+        return cls(files, writers, [(part, writers[file_of[next(iter(part.described))]]) for part in stored])
+
+    @property
+    def keepers(self) -> Keepers:
+        """The ranks that receive the parameters."""
+        return Keepers({param: rank for part, rank in self.stored for param in part.params})
+
+    def write(self, folder: Path | None, values: Iterator[Named]) -> None:
+        """Writes this rank's files, if it has any."""
+        here = _here()
+        files = {file: tensors for file, tensors in self.files.items() if self.writers[file] == here}
+        if files and folder is not None:
+            write_files(
+                folder, files, _converted([part for part, rank in self.stored if rank == here], values)
+            )
 
 
-def _owners(
-    stored: Sequence[Stored], plan: Mapping[str, Described], writers: Sequence[int], total: int
-) -> dict[str, int]:
-    """Returns the rank that writes each tensor: of a file one, and of what is made of a parameter one."""
-    by_file, filled = {}, 0
-    for file, tensors in plan.items():
-        by_file[file] = writers[min(len(writers) * filled // max(1, total), len(writers) - 1)]
-        filled += sum(nbytes(*about) for about in tensors.values())
-    file_of = {name: file for file, tensors in plan.items() for name in tensors}
-    for part in stored:
-        first, *others = part.described
-        by_file |= {file_of[name]: by_file[file_of[first]] for name in others}
-    return {name: by_file[file] for name, file in file_of.items()}
+def _here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _converted(stored: Sequence[Stored], values: Iterator[Named]) -> Iterator[Named]:
+def _writers(first: FirstRank, folder: Path | None) -> list[int]:
+    """Returns the ranks that see a folder; the first one, if units do not say which ranks there are."""
+    sees = first.from_all((_here(), folder is not None and folder.is_dir()))
+    return sorted({rank for rank, may in sees if may}) or [0]
+
+
+def _installed(plan: _Plan, aside: Path, path: Path, copies: Sequence[Path]) -> Exception | None:
+    """Lets the files appear; returns what went wrong."""
+    try:
+        for file in copies:
+            shutil.copyfile(file, aside / file.name)
+        install(aside, path, plan.files)
+        shutil.rmtree(aside)
+    except Exception as error:
+        return error
+    return None
+
+
+def _converted(stored: Sequence[StoredParams], values: Iterator[Named]) -> Iterator[Named]:
     """Yields what this rank writes, of the parameters that it keeps."""
     waiting: dict[str, torch.Tensor] = {}
     coming = deque(stored)
@@ -183,21 +211,22 @@ def _unusable(directory: Path, copies: Sequence[Path]) -> str | None:
     return None
 
 
-def _made(directory: Path) -> Path | RuntimeError:
+def _made(directory: Path) -> tuple[Path | None, Exception | None]:
     """Makes the folder in which files are written, and removes what a killed export has left."""
     try:
         own_folder(directory)
         for left in directory.glob(f"{ASIDE}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory.absolute()))
+            if all(path.stat().st_mtime < time.time() - _ABANDONED for path in (left, *left.iterdir())):
+                shutil.rmtree(left, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory.absolute())), None
     except OSError as error:
-        return RuntimeError(f"{_DOING} failed on the first rank: {type(error).__name__}: {error}")
+        return None, error
 
 
-def _tell(first: FirstRank, here: int, failure: Exception | None) -> None:
+def _tell(first: FirstRank, failure: Exception | None) -> None:
     """Raises what has failed on any rank; collective."""
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    failed = sorted((rank, why) for rank, why in first.from_all((here, told)) if why is not None)
+    failed = sorted((rank, why) for rank, why in first.from_all((_here(), told)) if why is not None)
     if failed:
         rank, why = failed[0]
         where = "the first rank" if rank == 0 else f"rank {rank}"

@@ -403,7 +403,10 @@ class _Stored(ReadsOnAccess):
             described[tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes))]
             for box in boxes
         ]
-        return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0, dtype=self.dtype)
+        flat: list[torch.Tensor] = [part.reshape(-1) for part in parts]
+        if len(flat) == 1:  # which needs no copy
+            return flat[0]
+        return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype)
 
     def part(self, slices: tuple[slice, ...]) -> torch.Tensor:
         """Returns a rectangular part."""

@@ -84,9 +84,9 @@ def _rewrite(folder: Path, change: Any, about: dict[str, Any]) -> None:
     from safetensors.torch import load_file, save_file
 
     index = folder / "model.safetensors.index.json"
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file in sorted({*json.loads(index.read_text())["weight_map"].values()}):
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, value in load_file(folder / file).items():
             tensors |= change(name, value)
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / file)
@@ -235,7 +235,7 @@ def test_it_loads_into_meshes(rank, world_size, tmp_path, kind, how):
     _assert_loads(kind, tmp_path, how, torch.bfloat16, rank, budget=1)
 
 
-@pytest.mark.parametrize("how", ["fully_shard hsdp", "flat"])
+@pytest.mark.parametrize("how", ["fully_shard hsdp", "fully_shard ep", "flat"])
 @pytest.mark.parametrize("kind", MODELS)
 @ranks(4)
 def test_exports_are_those_of_save_pretrained(rank, world_size, tmp_path, kind, how):

@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_wrap._core import WRAPPED_ATTR, original_class
 from fsdp_wrap._state import ReadsOnAccess
 from fsdp_wrap.checkpoint._hub.converted import Conversion
-from fsdp_wrap.checkpoint._hub.stored import Described, Stored
+from fsdp_wrap.checkpoint._hub.stored import Described, StoredParams
 
 _DEQUANTISED = ("fp8", "mxfp4")
 """Quantisations of files that transformers undoes by itself while it loads."""
@@ -101,7 +101,7 @@ class HubLayout:
             params.update(conversion.tensors())
         return params
 
-    def as_stored(self, described: Described) -> list[Stored]:
+    def as_stored(self, described: Described) -> list[StoredParams]:
         """Returns what files of the Hub hold of parameters, in order."""
         from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -121,10 +121,10 @@ class HubLayout:
         for (name, converted), params in groups.items():
             if converted:
                 make = partial(loading.revert_weight_conversion, self._model)
-                stored.append(Stored.converted(params, described, make))
+                stored.append(StoredParams.converted(params, described, make))
             else:
                 name = loading.apply_renamings(params[0], renamings)
-                stored.append(Stored.renamed(params[0], name, described[params[0]]))
+                stored.append(StoredParams.renamed(params[0], name, described[params[0]]))
         return stored
 
     def _ignores(self, *names: str) -> bool:

@@ -14,7 +14,7 @@ Make = Callable[[Tensors], Tensors]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParams:
     """Tensors of files that are made of one or several parameters.
 
     Attributes:
@@ -28,12 +28,12 @@ class Stored:
     make: Make
 
     @classmethod
-    def renamed(cls, param: str, name: str, described: tuple[Sequence[int], torch.dtype]) -> Stored:
+    def renamed(cls, param: str, name: str, described: tuple[Sequence[int], torch.dtype]) -> StoredParams:
         """Returns what is stored of a parameter as it is."""
         return cls((param,), {name: described}, lambda given: {name: given[param]})
 
     @classmethod
-    def converted(cls, params: Sequence[str], described: Described, make: Make) -> Stored:
+    def converted(cls, params: Sequence[str], described: Described, make: Make) -> StoredParams:
         """Returns what `make` makes of parameters, which it is asked on the meta device."""
         empty = {
             param: torch.empty(tuple(described[param][0]), dtype=described[param][1], device="meta")
