@@ -80,6 +80,8 @@ folder = pending.result()  # before destroy_process_group(); raises if saving fa
 print(folder)  # s3://my-bucket/lm/step_00000030.0001c53b67
 checkpoint.load(folder, model, optimizer)
 
+checkpoint.load(runs, model, optimizer, cache="cache/lm")
+
 import fsspec
 
 fsspec.config.conf["s3"] = {"max_concurrency": 4, **fsspec.config.conf.get("s3", {})}

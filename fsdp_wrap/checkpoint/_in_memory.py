@@ -320,8 +320,7 @@ class _HostsReader(KnownReader):
             data = b"".join(chunk.numpy().tobytes() for chunk in chunks)
             if zlib.crc32(data) != self._sums[move.file, move.offset]:
                 raise DamagedCheckpoint(f"{move.file} came from rank {move.giver} with changed bytes")
-            for item in far[move.file, move.offset, move.length]:
-                self.put(item, io.BytesIO(data), len(data), planner)
+            self.put(far[move.file, move.offset, move.length], io.BytesIO(data), len(data), planner)
 
         moves = self._moves(needs)
         carry_out(self._hosts.team, moves, self.folder, take)

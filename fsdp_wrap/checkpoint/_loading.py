@@ -26,7 +26,10 @@ from fsdp_wrap.checkpoint._manifest import (
     read_metadata,
 )
 from fsdp_wrap.checkpoint._places import steps
+from fsdp_wrap.checkpoint._places.cache import CachedFiles, StoredFiles
 from fsdp_wrap.checkpoint._places.place import where_is
+from fsdp_wrap.checkpoint._places.reader import StoreReader
+from fsdp_wrap.checkpoint._places.remote import RemotePath
 from fsdp_wrap.checkpoint._saving import wait_for_pending
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, unpacked
@@ -58,6 +61,7 @@ def load(
     strict: bool = True,
     restore_random_state: bool = True,
     trusted: bool = False,
+    cache: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Loads a step folder into model, optimizers and extras, here or elsewhere; collective.
@@ -80,6 +84,9 @@ def load(
         restore_random_state: Whether random states of torch, Python, numpy and the CUDA device are set.
         trusted: Whether pickled values may be anything, and so run whatever the folder brings. Otherwise they
             are plain values, tensors, arrays, and what `torch.serialization.add_safe_globals` admits.
+        cache: A folder on each host's own disk, where files of a store are kept for its other ranks and for
+            later loads. They are verified like those in the store, and one step of each URL stays. For steps
+            on disk or in memory it changes nothing.
         process_group: The ranks that load; None for the default group, or this process alone without one.
 
     Returns:
@@ -89,8 +96,8 @@ def load(
     Raises:
         ImportError: If the package for a URL's kind of store is not installed; nothing has changed then.
         TypeError: If an argument has the wrong type.
-        ValueError: If there is no such step, ranks do not see the same one, or names or shapes do not fit;
-            nothing has changed then.
+        ValueError: If there is no such step, ranks do not see the same one, names or shapes do not fit, or
+            `cache` is a folder that others could write to, or that takes no locks; nothing has changed then.
         DamagedCheckpoint: If a file is missing or has changed, on all ranks; it names the files, the
             parameters that lie there and an earlier step that is complete. Nothing has changed then.
         RuntimeError: If a rank could not read what was there, if it is more than plain values, or if a
@@ -99,7 +106,7 @@ def load(
     wait_for_pending(raise_error=False)
     team = Team.of(process_group, "checkpoint.load", model)
     subject = team.together(lambda: Subject(model, optim, extra))
-    folder, manifest, opened = _found(dir, team, step)
+    folder, manifest, opened = _found(dir, team, step, cache)
 
     def begun() -> tuple[tuple[KnownReader, _Reading], list[str]]:
         reader = opened()
@@ -107,8 +114,11 @@ def load(
         return (reader, reading), reading.lacking
 
     (reader, reading), lacked = team.agreed(begun)  # each rank may have another pipeline stage
-    team.together(lambda: reading.prepare(strict, set.intersection(*map(set, lacked))))
-    saved = read(reader, reading.flat, team, lambda: reading.found(trusted), trusted=trusted)
+    with reader:
+        team.together(lambda: reading.prepare(strict, set.intersection(*map(set, lacked))))
+        read(reader, reading.flat, team, lambda: None, trusted=trusted)
+        _refuse_damage(team, folder, reader.faults(team))
+    saved = team.together(lambda: reading.found(trusted))
     subject.put_in(team, saved["model"], saved["optim"], strict)
     values = team.together(lambda: subject.put_in_extra(saved["extra"]))
     if restore_random_state and saved["random"] is not None:
@@ -117,14 +127,33 @@ def load(
 
 
 def _found(
-    dir: str | os.PathLike[str] | InMemory, team: Team, step: int | None
+    dir: str | os.PathLike[str] | InMemory,
+    team: Team,
+    step: int | None,
+    cache: str | os.PathLike[str] | None,
 ) -> tuple[Path, Manifest, Callable[[], KnownReader]]:
-    """Returns a verified step folder in this rank's path, its manifest and what opens it."""
+    """Returns a step folder in this rank's path, its manifest, and what opens it.
+
+    All is verified before on disk, where the second reading costs little; in a store while it is read.
+    """
+    copies = team.together(lambda: None if cache is None else steps.disk_path(cache, "cache="))
     if isinstance(dir, InMemory):
         return dir.find(team, step)
     folder = _agreed_folder(team, dir, step)
-    manifest = verified(team, folder)
-    return folder, manifest, lambda: KnownReader(folder, read_metadata(folder))
+    if not isinstance(folder, RemotePath):
+        manifest = verified(team, folder)
+        return folder, manifest, lambda: KnownReader(folder, read_metadata(folder))
+    manifest = team.on_first(lambda: _read_manifest(folder))
+    _, by_rank = team.agreed(lambda: (None, (where_is(folder), manifest.missing(folder))))
+    _refuse_damage(team, folder, by_rank)
+
+    def opened() -> KnownReader:
+        files = StoredFiles(folder) if copies is None else CachedFiles(folder, manifest, copies)
+        return StoreReader(
+            files, manifest, lambda faults: refuse(folder, format_faults(folder, faults)), team
+        )
+
+    return folder, manifest, opened
 
 
 def _agreed_folder(team: Team, dir: str | os.PathLike[str], step: int | None) -> Path:
@@ -159,9 +188,14 @@ def verified(team: Team, folder: Path, shown: Shown = iter) -> Manifest:
     _, by_rank = team.agreed(
         lambda: (None, (where_is(folder), manifest.faults(folder, team.rank, team.size, shown)))
     )
+    _refuse_damage(team, folder, by_rank)
+    return manifest
+
+
+def _refuse_damage(team: Team, folder: Path, by_rank: Sequence[tuple[str, list[Fault]]]) -> None:
+    """Raises a `DamagedCheckpoint` on all ranks if one has found a fault; collective."""
     if faults := _of_all_ranks(by_rank):
         team.on_first(lambda: refuse(folder, format_faults(folder, faults)))
-    return manifest
 
 
 def refuse(folder: Path, lacks: list[str]) -> NoReturn:

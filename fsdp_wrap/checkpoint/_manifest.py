@@ -50,6 +50,15 @@ class ByteRange(NamedTuple):
     length: int
     crc: int
 
+    @property
+    def span(self) -> range:
+        """The places of its bytes."""
+        return range(self.offset, self.offset + self.length)
+
+    def torn(self) -> Fault:
+        """Returns the fault of other bytes there than were written."""
+        return Fault(self.file, f"bytes {self.span.start} to {self.span.stop} are not as written", self.span)
+
 
 Shown = Callable[[list[ByteRange]], Iterator[ByteRange]]
 
@@ -91,10 +100,13 @@ class Manifest:
 
     def write(self, folder: Path, name: str = MANIFEST) -> None:
         """Writes the manifest into a step folder, durably."""
-        content: dict[str, Any] = asdict(self)
-        content["crc"] = zlib.crc32(_encoded(content))
         with durable(folder / name) as file:
-            file.write(_encoded(content))
+            file.write(_encoded({**asdict(self), "crc": self.crc}))
+
+    @property
+    def crc(self) -> int:
+        """The CRC-32 of what the manifest says."""
+        return zlib.crc32(_encoded(asdict(self)))
 
     def size_of(self, name: str) -> int:
         """Returns the bytes of one file."""
@@ -125,15 +137,15 @@ class Manifest:
 
     def pieces(self) -> Iterator[ByteRange]:
         """Yields all ranges of bytes."""
-        return (ByteRange(name, *span) for name, ranges in self.files.items() for span in ranges)
+        return (piece for name in self.files for piece in self.pieces_of(name))
+
+    def pieces_of(self, name: str) -> Iterator[ByteRange]:
+        """Yields the ranges of one file."""
+        return (ByteRange(name, *span) for span in self.files[name])
 
     def share(self, rank: int, size: int) -> Iterator[ByteRange]:
         """Yields one rank's share of all ranges, cut between them."""
-        total, done = max(self.size, 1), 0
-        for piece in self.pieces():
-            if done * size // total == rank:
-                yield piece
-            done += piece.length
+        return share_of([*self.pieces()], rank, size)
 
     def faults(self, folder: Path, rank: int = 0, size: int = 1, shown: Shown = iter) -> list[Fault]:
         """Checks that all files are there, and this rank's share of the bytes; `shown` may show a bar."""
@@ -143,19 +155,31 @@ class Manifest:
         return [*missing, *verify(folder, shown(pieces))]
 
 
+def share_of(pieces: Sequence[ByteRange], rank: int, size: int) -> Iterator[ByteRange]:
+    """Yields one rank's share of some ranges, cut between them."""
+    total, done = max(sum(piece.length for piece in pieces), 1), 0
+    for piece in pieces:
+        if done * size // total == rank:
+            yield piece
+        done += piece.length
+
+
 def verify(folder: Path, pieces: Iterable[ByteRange]) -> Iterator[Fault]:
     """Reads pieces of files and yields those that are not as they were written."""
     for name, of_file in groupby(pieces, attrgetter("file")):
         with ExitStack() as held:
             file: Any = None
-            for _, offset, length, crc in of_file:
-                span = range(offset, offset + length)
+            for piece in of_file:
                 try:
                     file = file or held.enter_context((folder / name).open("rb", buffering=0))
-                    if _crc_in(file, offset, length) != crc:
-                        yield Fault(name, f"bytes {span.start} to {span.stop} are not as written", span)
+                    yield from torn(file, [piece])
                 except OSError as error:
-                    yield Fault(name, f"cannot be read: {error}", span)
+                    yield Fault(name, f"cannot be read: {error}", piece.span)
+
+
+def torn(file: IO[bytes], pieces: Iterable[ByteRange]) -> Iterator[Fault]:
+    """Reads pieces of one open file and yields those that are not as they were written."""
+    return (piece.torn() for piece in pieces if _crc_in(file, piece.offset, piece.length) != piece.crc)
 
 
 def format_faults(folder: Path, faults: Sequence[Fault]) -> list[str]:
