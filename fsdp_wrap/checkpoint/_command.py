@@ -30,9 +30,9 @@ from fsdp_wrap.checkpoint._manifest import (
     read_metadata,
     verify,
 )
-from fsdp_wrap.checkpoint._places.folder import Folder
 from fsdp_wrap.checkpoint._places.place import lack_of
-from fsdp_wrap.checkpoint._places.steps import disk_path, find
+from fsdp_wrap.checkpoint._places.remote import RemotePath
+from fsdp_wrap.checkpoint._places.steps import disk_path, find, path_at, place_at
 from fsdp_wrap.checkpoint._safetensors import nbytes
 from fsdp_wrap.checkpoint._sources import (
     carried_of,
@@ -98,8 +98,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--dtype", choices=_DTYPES, help="cast floating-point tensors to this")
     export.set_defaults(run=_run_export)
     for command in (inspect, convert, export):
-        source = "folder of steps, one step's, one of torch.distributed.checkpoint, safetensors, or a file"
-        command.add_argument("source", type=_path, metavar="PATH", help=source)
+        source = (
+            "folder of steps, one step's, one of torch.distributed.checkpoint (or a URL of one of these), "
+        )
+        command.add_argument("source", type=_source, metavar="PATH", help=f"{source}safetensors, or a file")
         command.add_argument("--step", type=int, metavar="N", help="which step, instead of the newest")
         command.add_argument(
             "--model",
@@ -108,15 +110,25 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             "all that lies below a name",
         )
     for command, default in ((convert, "beside PATH"), (export, "PATH_safetensors")):
-        command.add_argument("out", type=_path, nargs="?", metavar="OUT", help=f"{default} if left out")
+        command.add_argument(
+            "out", type=_out, nargs="?", metavar="OUT", help=f"{default} if left out; of a URL in this folder"
+        )
 
 
-def _path(text: str) -> Path:
+def _source(text: str) -> Path:
     try:
-        disk_path(text, "this command")
-    except ValueError as error:
+        path = path_at(text)
+    except (ValueError, ImportError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return Path(text)
+    return path if "://" in text else Path(text)
+
+
+def _out(text: str) -> Path:
+    try:
+        path = disk_path(text, "writing")
+    except (ValueError, ImportError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path if "://" in text else Path(text)
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
@@ -129,7 +141,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_as_json(path, options), indent=1))
         return 0
-    folders = [*reversed(Folder(path).steps().values())] or [path]
+    folders = [*place_at(path).steps().values()][::-1] or [path]
     lines, fine = zip(*(_condition(folder, options.verify) for folder in folders))
     print(*lines, sep="\n")
     print(*_described(path, options), sep="\n")
@@ -209,7 +221,8 @@ def _show(source: Source, *carried: str) -> None:
 
 
 def _beside(path: Path, ending: str) -> Path:
-    path = path.resolve()
+    """Returns a path beside another one, or in the current folder if that one is in a store."""
+    path = (Path(path.name) if isinstance(path, RemotePath) else path).resolve()
     return path.with_name((path.stem if path.is_file() else path.name) + ending)
 
 

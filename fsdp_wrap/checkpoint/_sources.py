@@ -21,8 +21,8 @@ from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._contents import Contents, Keys, Kind, Source, dotted, model_in, models_in
 from fsdp_wrap.checkpoint._loading import refuse, verified
 from fsdp_wrap.checkpoint._manifest import MANIFEST, METADATA, ByteRange, read_metadata
-from fsdp_wrap.checkpoint._places.folder import Folder
-from fsdp_wrap.checkpoint._places.steps import find
+from fsdp_wrap.checkpoint._places.remote import RemotePath
+from fsdp_wrap.checkpoint._places.steps import find, place_at
 from fsdp_wrap.checkpoint._safetensors import PATIENCE, Named, is_folder_of_tensors, nbytes, read_safetensors
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, of_numpy, read
 from fsdp_wrap.checkpoint._team import ALONE
@@ -96,9 +96,14 @@ def tensors(source: Source, doing: str) -> Iterator[Named]:
 
 
 def require_there(path: Path) -> None:
-    """Raises a ValueError if there is nothing at a path."""
+    """Raises a ValueError if there is nothing at a path, or something that is read on disks alone."""
     if not path.exists():
         raise ValueError(f"there is no file or folder {path}")
+    if isinstance(path, RemotePath) and (path.is_file() or is_safetensors(path)):
+        raise ValueError(
+            f"{path} is in a store, of which steps and folders of torch.distributed.checkpoint are read: "
+            "copy it to a disk, and name it there"
+        )
 
 
 def is_safetensors(path: Path) -> bool:
@@ -213,13 +218,13 @@ def is_foreign(folder: Path) -> bool:
     return (
         (folder / METADATA).exists()
         and not (folder / MANIFEST).exists()
-        and not Folder.names.fullmatch(folder.name)
+        and place_at(folder.parent).number_in(folder.name) is None
     )
 
 
 def refuse_parent(dir: Path) -> None:
     """Raises a ValueError if a folder is no checkpoint and holds some, with their names."""
-    if not dir.is_dir() or (dir / METADATA).exists() or Folder(dir).steps():
+    if not dir.is_dir() or (dir / METADATA).exists() or place_at(dir).steps():
         return
     inside = sorted(dir.iterdir())
     folders = [

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -60,6 +60,9 @@ class RemotePath(_Any):  # type: ignore[misc]
     def __hash__(self) -> int:
         return hash(self._url)
 
+    def __lt__(self, other: RemotePath) -> bool:
+        return self._url < other._url
+
     def __reduce__(self) -> Any:
         import fsspec  # type: ignore[import-untyped]
 
@@ -80,6 +83,11 @@ class RemotePath(_Any):  # type: ignore[misc]
         return self._url.rpartition("/")[2]
 
     @property
+    def suffix(self) -> str:
+        """The end of the name, from its last dot on."""
+        return PurePosixPath(self.name).suffix
+
+    @property
     def parent(self) -> RemotePath:
         """The folder of this place; a bucket is its own."""
         above = self._url.rpartition("/")[0]
@@ -88,6 +96,8 @@ class RemotePath(_Any):  # type: ignore[misc]
     def absolute(self) -> RemotePath:
         """Returns the same place."""
         return self
+
+    resolve = absolute
 
     # looking
 
