@@ -5,6 +5,7 @@ import fcntl
 import os
 import signal
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -106,6 +108,20 @@ def test_a_load_reads_each_byte_once(tmp_path):
         assert bytes_of(log).keys() == sizes.keys(), "what the model does not need is verified, too"
         assert all(sizes[name] <= size <= sizes[name] + SLACK for name, size in bytes_of(log).items())
         assert max(size for _, size in log) <= 8 << 20
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_load_holds_a_few_megabytes_beside_the_tensors(cached, tmp_path):
+    place = bucket_in(tmp_path / "store")
+    model, again = (nn.Linear(4096, 3072, bias=False) for _ in range(2))  # of 48 MiB
+    checkpoint.save(place, model)
+    tracemalloc.start()  # which counts no memory of tensors
+    try:
+        checkpoint.load(place, again, **({"cache": tmp_path / "cache"} if cached else {}))
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(again.weight, model.weight)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -263,8 +279,9 @@ def test_a_disk_that_refuses_copies_costs_reading_again_and_no_more(failing, tmp
         raise full
 
     with mock.patch.object(*how, refuse):
-        with pytest.warns(UserWarning, match=f"{cache} takes no copy of .*No space left.* read from the"):
+        with pytest.warns(UserWarning, match=f"{cache} takes no copy of .*No space left.* store") as told:
             checkpoint.load(place, fresh, cache=cache)
+    assert sum("takes no copy" in str(each.message) for each in told) == 1
     assert_equal(fresh.state_dict(), model.state_dict())
     assert copies_in(cache) == {"step_00000001": []}
 
@@ -317,7 +334,7 @@ def test_ranks_of_a_host_read_each_file_once_together(rank, world_size, tmp_path
 def killed_load(rank: int, world_size: int, place: str, cache: Path) -> None:
     written = cache_module._write_all
 
-    def write_half(out: Any, data: bytes) -> None:
+    def write_half(out: Any, data: memoryview) -> None:
         if ".distcp" in out.name:
             written(out, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)

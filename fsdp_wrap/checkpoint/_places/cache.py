@@ -24,7 +24,7 @@ from fsdp_wrap.checkpoint._manifest import ByteRange, Manifest, torn
 from fsdp_wrap.checkpoint._places.remote import RemotePath
 
 _LOCK = ".lock"
-_CHUNK = 2**22
+_CHUNK = 2**23  # bytes: as many as one request to a store brings
 
 
 class Torn(Exception):
@@ -64,10 +64,11 @@ class SummedRange(BufferedIOBase):
             raise Torn
         return done
 
-    def chunks(self) -> Iterator[bytes]:
-        """Yields what is left, a few MB at once."""
-        while data := self.read(_CHUNK):
-            yield data
+    def chunks(self) -> Iterator[memoryview]:
+        """Yields what is left, a few MB at once, each in the memory of the one before."""
+        memory = memoryview(bytearray(min(self._left, _CHUNK)))
+        while self._left:
+            yield memory[: self.readinto(memory)]
 
 
 class StoredFiles:
@@ -203,10 +204,9 @@ class _Refused(Exception):
     """What the disk of a cache refuses."""
 
 
-def _write_all(out: FileIO, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[out.write(view) :]
+def _write_all(out: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[out.write(data) :]
 
 
 @contextmanager

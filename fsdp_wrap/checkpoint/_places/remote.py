@@ -374,6 +374,7 @@ class _Download(io.RawIOBase):
         view = memoryview(memory).cast("B")
         if not self._begin <= self._at < self._begin + len(self._kept):
             size = min(max(len(view), _AHEAD), _PART)
+            self._kept = b""  # so that one part is in memory
             self._kept, self._begin = self._path.read_range(self._at, self._at + size), self._at
         start = self._at - self._begin
         data = memoryview(self._kept)[start : start + len(view)]
