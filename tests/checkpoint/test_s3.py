@@ -90,6 +90,23 @@ def test_a_server_that_fails_for_good_is_told_and_leaves_the_earlier_step(server
     assert checkpoint.latest(server.path("s3://nowhere/run")) is None
 
 
+def test_faults_of_a_server_do_not_keep_a_cache_from_being_filled(server, tmp_path):
+    place = server.path(URL)
+    model, optimizer = trained(1)
+    checkpoint.save(place, model, optimizer)
+    for of in (".distcp", ".metadata"):
+        server.order(
+            *({"kind": kind, "of": of, "after": after} for after, kind in enumerate(("error", "slow")))
+        )
+        again = net()
+        checkpoint.load(place, again, adamw(again), cache=tmp_path / of)
+        assert_equal(again.state_dict(), model.state_dict())
+    server.order({"kind": "error", "of": ".distcp", "times": 1000})
+    checkpoint.load(place, other(net()), cache=tmp_path / ".distcp")
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="__0_0.distcp cannot be read: s3://"):
+        checkpoint.load(place, other(net()), cache=tmp_path / "new")
+
+
 def test_large_objects_are_sent_and_read_in_parts(server):
     place = server.path(URL)
     model = torch.nn.Linear(2048, 4096, bias=False)  # of 32 MiB
@@ -103,8 +120,10 @@ def test_large_objects_are_sent_and_read_in_parts(server):
     )
     assert not place._opened()[0].list_multipart_uploads("bucket"), "what failed was given up"
     again = torch.nn.Linear(2048, 4096, bias=False)
+    server.log()
     checkpoint.load(place, again)
     assert torch.equal(again.weight, model.weight)
+    assert 4 <= sum("GET" in line and ".distcp" in line for line in server.log()) <= 6, "each byte once"
 
 
 def test_uploads_of_killed_processes_are_given_up_by_the_next_save(server):
