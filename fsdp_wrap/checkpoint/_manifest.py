@@ -93,10 +93,18 @@ class Manifest:
         try:
             content = json.loads(data)
             if content.pop("crc") == zlib.crc32(_encoded(content)):
-                return cls(**content)
+                return cls(**content)._of_one_folder()
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
         raise DamagedCheckpoint(f"{MANIFEST} is not as it was written")
+
+    def _of_one_folder(self) -> Manifest:
+        for name in self.files:
+            if Path(name).name != name:
+                raise DamagedCheckpoint(
+                    f"{MANIFEST} names a file outside of the folder: {name!r}; do not trust this folder"
+                )
+        return self
 
     def write(self, folder: Path, name: str = MANIFEST) -> None:
         """Writes the manifest into a step folder, durably."""

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import tracemalloc
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -300,6 +301,20 @@ def test_folders_that_cannot_be_a_cache_are_refused_before_anything_changes(tmp_
     with pytest.raises((ValueError, RuntimeError, OSError), match="file"):
         checkpoint.load(place, fresh, cache=tmp_path / "file")
     assert_equal(fresh.state_dict(), before)
+
+
+def test_no_file_outside_of_the_step_is_read_or_copied(tmp_path):
+    place, cache = bucket_in(tmp_path / "store"), tmp_path / "cache"
+    folder = on_disk(place) if checkpoint.save(place, net()) else Path()
+    (tmp_path / "store" / "planted").write_bytes(b"abc")
+    manifest = Manifest.read(folder)
+    manifest.files["../planted"] = [[0, 3, zlib.crc32(b"abc")]]
+    (folder / "manifest.json").unlink()
+    manifest.write(folder)
+    for named in (folder, f"bucket://{folder}"):
+        with pytest.raises(DamagedCheckpoint, match="outside of the folder: '../planted'; do not trust this"):
+            checkpoint.load(named, net(), cache=cache)
+    assert not cache.exists()
 
 
 def test_steps_on_disk_need_no_cache(tmp_path):

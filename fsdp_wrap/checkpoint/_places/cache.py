@@ -98,6 +98,9 @@ class CachedFiles(StoredFiles):
 
     The last load that uses the folder removes, when it ends, the copies of other steps of its place. So the
     folder holds one step of each place, and those that are being loaded.
+
+    Raises:
+        ValueError: If the cache folder is not safe from others, or takes no locks.
     """
 
     def __init__(self, folder: RemotePath, manifest: Manifest, cache: Path) -> None:
