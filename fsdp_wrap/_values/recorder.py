@@ -63,6 +63,9 @@ class Reader:
     def sends(self, sharded: ShardedParams, full: torch.Tensor) -> None:
         """Notes that a reduce buffer is complete, as it will be sent."""
 
+    def dropped(self) -> None:
+        """Notes that a backward has raised, or the user has dropped what it left."""
+
     def end(self, schedule: Schedule) -> None:
         """Notes that a backward has ended; may communicate where all ranks run it, and may raise."""
 
@@ -187,6 +190,10 @@ class UnitRecorder(Recorder, PlugIn):
     def sends(self, sharded: Any, full: torch.Tensor) -> None:
         if sharded in self._unit_of:
             self.reader.sends(sharded, full)
+
+    def dropped(self, step: Schedule) -> None:
+        if step in self.schedules:
+            self.reader.dropped()
 
     def backward_ended(self, step: Schedule) -> None:
         if step in self.schedules:

@@ -17,7 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import apart
 from bed import ranks
 from fronts import FRONTS, chosen, inner, no_sync, shard, shard_columns, within_copy
-from fsdp_wrap import Audit, Corruption, CorruptionError, CPUOffload, MixedPrecision, ShardingStrategy, audit
+from fsdp_wrap import (
+    Audit,
+    Corruption,
+    CorruptionError,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    audit,
+    reproducible,
+)
 from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._values.auditing.corruption import causes
@@ -383,6 +392,24 @@ def test_all_ranks_raise_one_error_and_train_on(rank, world_size):
     optimizer.zero_grad()
     with audit(model, every=1, on_fault="raise"):
         step(model, optimizer)
+
+
+@ranks(2)
+def test_what_a_backward_that_raised_has_reduced_is_not_compared(rank, world_size):
+    """`reproducible` attaches then, whose reductions have another divisor."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    model = shard("flat", Net(), ModuleWrapPolicy({Block}))
+    with audit(model, every=1, on_fault="raise"):
+        given = batch().requires_grad_()
+        given.register_hook(fail)  # when most units have reduced
+        with pytest.raises(ArithmeticError):
+            model(given).square().mean().backward()
+        steps = reproducible(model, micro_batches=8)
+        for _ in steps.indices:
+            model(batch()).square().mean().backward()
 
 
 class Unsteady(Block):

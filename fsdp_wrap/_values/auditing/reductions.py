@@ -69,6 +69,11 @@ class Reductions:
         else:
             self._sent[part.key] = _Sum(part, sums, 1)
 
+    def drop(self) -> None:
+        """Forgets the reductions of a backward that has raised: the next may have another divisor."""
+        self._sent.clear()
+        self._done.clear()
+
     def take(self, part: AuditedSegment, reduced: torch.Tensor) -> None:
         """Notes a reduced shard."""
         noted, layout = self._sent.pop(part.key, None), part.layout

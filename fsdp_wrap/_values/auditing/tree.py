@@ -211,6 +211,9 @@ class TreeAudit(Reader):
         if self._looks_on and sharded in self._parts:
             self._reductions.send(self._parts[sharded], full)
 
+    def dropped(self) -> None:
+        self._reductions.drop()
+
     def end(self, schedule: Schedule) -> None:
         if self._begun and all_here(schedule):
             self._meet()
