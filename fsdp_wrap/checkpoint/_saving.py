@@ -5,13 +5,12 @@ All ranks agree on a step folder, write it, see to it that all of it is there, a
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from fsdp_wrap._core import tells_keywords
 from fsdp_wrap.checkpoint._in_memory import InMemory, MemorySave
 from fsdp_wrap.checkpoint._places.place import StepPlace, where_is
 from fsdp_wrap.checkpoint._places.steps import place_at
+from fsdp_wrap.checkpoint._planning import uncollected
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, staged
 from fsdp_wrap.checkpoint._storage import CheckedWriter, Save, in_process, rank_of
 from fsdp_wrap.checkpoint._team import Team
@@ -330,7 +330,7 @@ def _planned(
         what = {"team": team, "state": state, **options}
         return MemorySave(folder=dir.folder, **what) if place is None else SharedSave(place=place, **what)
 
-    with _uncollected():
+    with uncollected():
         to_do = team.together(plan)
     optim = to_do.state.get("optim", {"param_groups": []})
     names = [group["params"] for group in optim["param_groups"]]
@@ -342,18 +342,6 @@ def _planned(
         joined = {**optim, "param_groups": _joined(team.gather(optim["param_groups"]))}
         return replace(to_do, state={**to_do.state, "optim": joined})
     return to_do
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Puts off the garbage collector, which thousands of new objects would set off; none is garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _joined(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

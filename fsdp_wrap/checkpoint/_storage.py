@@ -43,12 +43,12 @@ from fsdp_wrap._core import Seam, __version__, sync_folder
 from fsdp_wrap._params import like_made_of_tensors
 from fsdp_wrap.checkpoint._manifest import DRAFT, METADATA, Fault, Manifest, durable, naming
 from fsdp_wrap.checkpoint._places.remote import persistently
+from fsdp_wrap.checkpoint._planning import agree
 from fsdp_wrap.checkpoint._team import ALONE, T, Team
 from fsdp_wrap.checkpoint._torch_private import (
     DistWrapper,
     StorageWriterTransforms,
     load_state_dict,
-    save_state_dict,
 )
 
 _FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -125,10 +125,17 @@ class CheckedWriter(FileSystemWriter):
     def save(self, state: dict[str, Any], team: Team) -> None:
         """Writes a state by all ranks: by the plan of the save before if all know it, else by a new one."""
         known = self.known(state, team)
-        if all(team.gather(known is not None)):
-            DistWrapper(team.group, team.group is not None, 0).all_reduce("write", *known)
-        else:
-            save_state_dict(state, self, team.group, no_dist=team.group is None)
+        if not all(team.gather(known is not None)):
+            known = self._planned(state, team)
+        DistWrapper(team.group, team.group is not None, 0).all_reduce("write", *known)
+
+    def _planned(self, state: dict[str, Any], team: Team) -> Any:
+        """Returns what writes and finishes by a new plan, which each rank makes for itself."""
+        agreed = agree(state, team)
+        return (
+            lambda: self.write_data(agreed.own_plan(), agreed.planner).value(),
+            lambda results: self.finish(agreed.metadata(), results),
+        )
 
     def known(self, state: dict[str, Any], team: Team) -> Any:
         """Returns what writes and finishes by the plan of the save before, if that is known here and fits."""
