@@ -30,6 +30,7 @@ SCRIPTS = (
     "muon",
     "checkpoint",
     "async_save",
+    "planning",
     "scaling",
     "collectives",
     "latency",

@@ -33,11 +33,12 @@ OF_A_LAYER = [(4096,), (4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (
 ]
 """Shapes of the parameters of a layer, as in Llama 3 8B."""
 
-FEW, MANY = 256, 1024
+TINY, FEW, MANY = 8, 256, 1024
 ROWS, INTERVALS, DISTINCT = "rows", "intervals", "rows of different shapes"
-CASES = {
+USUAL = {
     f"{ranks} ranks: {kind}": (ranks, kind) for ranks in (FEW, MANY) for kind in (ROWS, INTERVALS, DISTINCT)
 }
+CASES = {**USUAL, f"{TINY} ranks: {ROWS}": (TINY, ROWS)}
 OURS, OTHER, THEIRS = "fsdp_wrap", "fsdp_wrap on another rank", "dcp"
 ROUNDS = 3
 
@@ -51,7 +52,7 @@ def _shapes(kind: str) -> list[tuple[int, ...]]:
 
 def _state(ranks: int, kind: str, rank: int = 0) -> dict[str, Any]:
     """Returns a rank's state, of tensors without memory; no group is asked."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     mesh = init_device_mesh("cpu", (ranks,))
     held_by = HeldBy(tuple(range(ranks)), "cpu")
     shapes = _shapes(kind)
@@ -69,7 +70,7 @@ def _state(ranks: int, kind: str, rank: int = 0) -> dict[str, Any]:
         else:
             rows = -(-shape[0] // ranks)
             local = torch.empty(max(0, min(rows, shape[0] - rank * rows)), *shape[1:], device="meta")
-            how = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+            how: dict[str, Any] = {"run_check": False, "shape": full.shape, "stride": full.stride()}
             tensors[f"layers.{number}"] = DTensor.from_local(local, mesh, [Shard(0)], **how)
     return {"model": tensors}
 
@@ -176,8 +177,8 @@ def weigh(ranks: int, kind: str, name: str) -> dict[str, float]:
 def ask(settings: Settings) -> Figures:
     """Returns a table for each number of ranks and kind of sharding."""
     figures: Figures = {}
-    names = settings.implementations(COMPETITORS)
-    for case in settings.cases_of([*CASES]):
+    names = settings.implementations([*COMPETITORS])
+    for case in settings.cases_of([*CASES], [*USUAL]):
         ranks, kind = CASES[case]
         times = run_fake(measure, ranks, ranks, kind, names, settings.rounds or ROUNDS)
         figures[case] = compare(times, {THEIRS: (THEIRS,)}, ("s", 1.0))

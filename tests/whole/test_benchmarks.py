@@ -29,7 +29,7 @@ ON_MESHES = ("tiny with tensor parallelism", "tiny accumulated over replicas")
 CASES = (
     *("tiny", *ON_MESHES, "4 blocks", "barrier", "2 ranks", "4 parameters", "12 parameters", "gloo"),
     *("fake group", "fake group of 2", "fake group of 8", accumulation.CASE, *counts.CASES),
-    uneven.AGREEMENT,
+    *(uneven.AGREEMENT, "8 ranks: rows"),
 )
 IMPL = ("ddp", "fsdp_wrap", SHARED["fsdp_wrap"])
 MB = 1 << 20
