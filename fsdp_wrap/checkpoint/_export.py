@@ -102,7 +102,7 @@ def export_safetensors(
     _tell(first, failure)
     aside = first.object(aside)
     try:
-        plan = _Plan.of(stored, most, _writers(first, aside))
+        plan = _FilePlan.of(stored, most, _writers(first, aside))
         stream = params.stream(budget=budget, offload_to_cpu=True, keepers=plan.keepers)
         _, failure = used(stream, partial(plan.write, aside))
         _tell(first, failure)
@@ -115,7 +115,7 @@ def export_safetensors(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _FilePlan:
     """Which rank writes which files.
 
     Attributes:
@@ -129,7 +129,7 @@ class _Plan:
     stored: Sequence[tuple[StoredParams, int]]
 
     @classmethod
-    def of(cls, stored: Sequence[StoredParams], most: int, ranks: Sequence[int]) -> _Plan:
+    def of(cls, stored: Sequence[StoredParams], most: int, ranks: Sequence[int]) -> _FilePlan:
         """Shares out tensors to ranks, in order: what is made of a parameter to one."""
         total = sum(nbytes(*about) for part in stored for about in part.described.values())
         files = planned(
@@ -172,7 +172,7 @@ def _writers(first: FirstRank, folder: Path | None) -> list[int]:
     return sorted({rank for rank, may in sees if may}) or [0]
 
 
-def _installed(plan: _Plan, aside: Path, path: Path, copies: Sequence[Path]) -> Exception | None:
+def _installed(plan: _FilePlan, aside: Path, path: Path, copies: Sequence[Path]) -> Exception | None:
     """Lets the files appear; returns what went wrong."""
     try:
         for file in copies:
