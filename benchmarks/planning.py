@@ -198,7 +198,8 @@ is real, and what others send it was made before; the time that it travels is no
 parameter is a `DTensor` of rows, as `fully_shard` makes it; `{INTERVALS}`: each layer is a flat parameter.
 The shapes are those of Llama 3 8B; `{DISTINCT}`: no two parameters have the same. `peak MB`: by how much
 memory rises at most, of which the metadata, with a box for each rank and parameter, stay. Medians of
-{ROUNDS} rounds in turns, in one process of one thread.""",
+{ROUNDS} rounds in turns, in one process of one thread. The tables of {MANY:,} ranks are without `dcp`, which
+takes minutes a round there (`--impl` takes it).""",
     ask,
     chart="s",
     cases=[*CASES],
