@@ -87,7 +87,7 @@ def boxes(items: list[WriteItem]) -> Counter:
         (item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes)) if data else item.index.fqn
         for item in items
         for data in [item.tensor_data]
-        if data is None or math.prod(data.chunk.sizes) or not math.prod(data.size)
+        if data is None or data.chunk.sizes.numel() or not data.size.numel()
     )
 
 
@@ -127,7 +127,7 @@ def dtensors(mesh_shape: tuple[int, ...], placements: list[Any]) -> State:
             full = torch.zeros(shape)
             return distribute_tensor(full, mesh, where, src_data_rank=None)
 
-        model = {f"w{number}": cut(shape) for number, shape in enumerate(SHAPES)}
+        model: dict[str, Any] = {f"w{number}": cut(shape) for number, shape in enumerate(SHAPES)}
         state = {
             f"w{number}": {"exp_avg": cut(shape), "step": torch.tensor(1.0)}
             for number, shape in enumerate(SHAPES)
@@ -321,7 +321,7 @@ def test_torch_reads_what_stages_write_that_tell_each_other(rank, world_size, tm
     half = world_size // 2
     stages = init_device_mesh("cpu", (2, half), mesh_dim_names=("stage", "shard"))
     full = {name: torch.arange(10.0).view(5, 2) + number for number, name in enumerate(("a", "b"))}
-    shared = {"table": torch.arange(3), "note": [1, "two"]}
+    shared: dict[str, Any] = {"table": torch.arange(3), "note": [1, "two"]}
     own = "ab"[rank // half]
     rows = distribute_tensor(full[own], stages["shard"], [Shard(0)], src_data_rank=None)
     copies = distribute_tensor(full["a"], stages, [Replicate(), Shard(0)], src_data_rank=None)
@@ -329,7 +329,7 @@ def test_torch_reads_what_stages_write_that_tell_each_other(rank, world_size, tm
     writer = CheckedWriter(tmp_path, 1, world_size, False)
     writer.save(state, Team.of(None, "checkpoint.save"))
     dist.barrier()
-    target = {"model": {name: torch.zeros(5, 2) for name in ("a", "b", "copies")}}
+    target: dict[str, dict[str, Any]] = {"model": {name: torch.zeros(5, 2) for name in ("a", "b", "copies")}}
     target["model"] |= {"table": torch.zeros(3, dtype=torch.int64), "note": None}
     dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
     read = target["model"]
