@@ -86,6 +86,9 @@ import fsspec
 
 fsspec.config.conf["s3"] = {"max_concurrency": 4, **fsspec.config.conf.get("s3", {})}
 
+checkpoint.export_safetensors(model, "s3://my-bucket/weights")
+checkpoint.import_safetensors(model, "s3://my-bucket/weights")
+
 assert checkpoint.latest(runs) == folder
 assert len(fsspec.filesystem("s3").ls("my-bucket/lm")) == 3
 

@@ -1,6 +1,6 @@
 """Checkpoints as step folders that appear whole or not at all, over `torch.distributed.checkpoint`."""
 
-from fsdp_wrap.checkpoint._export import export_safetensors
+from fsdp_wrap.checkpoint._exports import export_safetensors
 from fsdp_wrap.checkpoint._in_memory import InMemory
 from fsdp_wrap.checkpoint._loading import Loaded, load
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,13 +43,16 @@ from fsdp_wrap._state import (
 )
 from fsdp_wrap.checkpoint._hub import Described, HubLayout, fill_buffers, give_memory, refuse_meta_buffers
 from fsdp_wrap.checkpoint._manifest import crc_of, durable, tile
-from fsdp_wrap.checkpoint._places.steps import disk_path
+from fsdp_wrap.checkpoint._places.remote import RemotePath
+from fsdp_wrap.checkpoint._places.steps import path_at
 from fsdp_wrap.distributed_state_dict import by_own_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ASIDE = ".export_safetensors."
 """How the names of folders begin in which files are written before they are all there."""
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_MOST_HEADER = 10**8
+"""Bytes of the longest header that safetensors reads."""
 _OF_RANK = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 """Files of DCP's `HuggingFaceStorageWriter(save_distributed=True)`: each holds one rank's parts."""
 _ABOUT, _PLACES = "__metadata__", "DCP_SHARDING_INFO"
@@ -109,8 +113,8 @@ def refuse_unwritable(described: Described) -> None:
             raise ValueError(f"safetensors cannot hold {name}, which is of {dtype}: cast it before")
 
 
-def planned(groups: Iterable[Described], most: int) -> dict[str, Described]:
-    """Returns the tensors of each file, in order, of at most so many bytes a file.
+def planned(groups: Iterable[Described], most: int, tag: str = "") -> dict[str, Described]:
+    """Returns the tensors of each file, in order, of at most so many bytes a file; names have the tag.
 
     A group of tensors is in one file, or in files of its own.
     """
@@ -131,7 +135,7 @@ def planned(groups: Iterable[Described], most: int) -> dict[str, Described]:
         if whole > most:  # and shares its last file with no other
             filled = whole
     count = len(parts)
-    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    names = [f"model-{number:05}-of-{count:05}{tag}.safetensors" for number in range(1, count + 1)]
     return dict(zip(names if count > 1 else [SINGLE], parts))
 
 
@@ -170,7 +174,8 @@ def _write_tensors(
             raise ValueError(f"safetensors cannot hold {name}, which is sparse: make it dense before")
         value = value.detach().cpu().contiguous()
         data: Any = (ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.nbytes else b""
-        out.seek(starts[name])
+        if out.tell() != starts[name]:
+            out.seek(starts[name])
         out.write(data)
         sums[name] = starts[name], value.nbytes, zlib.crc32(data)
         del value, data
@@ -191,7 +196,8 @@ def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
     return begin, {name: len(begin) + start for name, start in starts.items()}
 
 
-def _index(plan: Mapping[str, Described]) -> bytes:
+def index_of(plan: Mapping[str, Described]) -> bytes:
+    """Returns the content of an index."""
     total = sum(nbytes(*described) for tensors in plan.values() for described in tensors.values())
     weight_map = {name: file for file, tensors in plan.items() for name in tensors}
     content = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -202,7 +208,7 @@ def install(aside: Path, directory: Path, plan: Mapping[str, Described]) -> None
     """Lets new files take the place of old ones, so that at no time old and new ones look like one export."""
     if len(plan) > 1:
         with durable(aside / INDEX) as out:
-            out.write(_index(plan))
+            out.write(index_of(plan))
     new = sorted(path.name for path in aside.iterdir())  # the index last
     stale = {path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name)}
     if INDEX in new:
@@ -239,7 +245,8 @@ def import_safetensors(
 
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
-        directory: With files as `export_safetensors` or Hugging Face's libraries write them.
+        directory: With files as `export_safetensors` or Hugging Face's libraries write them; a path, or the
+            URL of a place in a store, of which each rank reads the ranges that it holds.
         strict: Whether names must match exactly.
         budget: The most bytes to read and convert at a time beside the shard, or text like "1GB". What
             cannot be converted in part, such as one weight cut into three, takes its whole size.
@@ -254,7 +261,7 @@ def import_safetensors(
         ValueError: If `budget` is no positive size, or the files are quantised in another way.
     """
     settled_units(module, "import_safetensors()")
-    most, folder = nbytes_of(budget, "budget"), disk_path(directory, "import_safetensors()")
+    most, folder = nbytes_of(budget, "budget"), path_at(directory)
     targets = Targets(module)
     given = read_safetensors(folder)
     if (layout := HubLayout.of(module)) is not None:
@@ -299,7 +306,7 @@ def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAcc
 
 def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAccess]:
     """Opens the files that `export_safetensors`, Hugging Face's libraries or DCP wrote."""
-    folder = Path(directory)
+    folder = path_at(directory)
     if folder.is_file():
         if _OF_RANK.fullmatch(folder.name):
             raise ValueError(f"{folder} holds one rank's part of a model: name its folder, which has all")
@@ -312,7 +319,7 @@ def read_safetensors(directory: str | os.PathLike[str]) -> dict[str, ReadsOnAcce
             return _joined(of_ranks)
         raise FileNotFoundError(f"neither {SINGLE} nor {INDEX} is in {folder}")
     try:
-        weight_map: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        weight_map: dict[str, str] = dict(json.loads(path.read_bytes())["weight_map"])
         if wrong := [file for file in weight_map.values() if not isinstance(file, str)]:
             raise TypeError(f"{wrong[0]!r} is no name of a file")
     except (ValueError, KeyError, TypeError) as error:
@@ -349,7 +356,7 @@ def _joined(paths: Sequence[Path]) -> dict[str, ReadsOnAccess]:
             places = json.loads((file.metadata() or {})[_PLACES])
             for name in file.keys():
                 offsets = tuple(map(int, places[name]["saved_offsets"]))
-                parts.setdefault(name, []).append((offsets, _Stored(file, name)))
+                parts.setdefault(name, []).append((offsets, _stored(file, name)))
         except (ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"{path} does not say where its parts lie: {error!r}") from error
     whole = {name: _WholeOfFiles(pieces) for name, pieces in parts.items()}
@@ -363,10 +370,16 @@ def _joined(paths: Sequence[Path]) -> dict[str, ReadsOnAccess]:
 
 def _open(path: Path) -> dict[str, ReadsOnAccess]:
     file = _file(path)
-    return {name: _Stored(file, name) for name in file.keys()}
+    return {name: _stored(file, name) for name in file.keys()}
+
+
+def _stored(file: Any, name: str) -> _StoredTensor:
+    return _RemoteTensor(file, name) if isinstance(file, _RemoteFile) else _Stored(file, name)
 
 
 def _file(path: Path) -> Any:
+    if isinstance(path, RemotePath):
+        return _RemoteFile(path)
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -381,17 +394,75 @@ def _file(path: Path) -> Any:
         raise RuntimeError(f"{path} is damaged: {error}") from error
 
 
-class _Stored(ReadsOnAccess):
+class _RemoteFile:
+    """A file in a store, of which the header was read."""
+
+    def __init__(self, path: RemotePath) -> None:
+        try:
+            size = int.from_bytes(path.read_range(0, 8), "little")
+            if not 0 < size <= _MOST_HEADER:
+                raise ValueError(f"a header of {size} bytes")
+            header: dict[str, Any] = json.loads(path.read_range(8, 8 + size))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{path} is missing: copy all files of the index") from error
+        except ValueError as error:
+            raise RuntimeError(f"{path} is damaged: {error}") from error
+        self.path, self.begin = path, 8 + size
+        self._about: dict[str, str] | None = header.pop(_ABOUT, None)
+        self.entries = header
+
+    def keys(self) -> list[str]:
+        """Returns the names of the tensors."""
+        return [*self.entries]
+
+    def metadata(self) -> dict[str, str] | None:
+        """Returns what is no tensor."""
+        return self._about
+
+
+class _StoredTensor(ReadsOnAccess):
     """A tensor in a file."""
+
+    def _describe(self, name: str, shape: Sequence[int], dtype: str) -> None:
+        if dtype not in _DTYPES:
+            raise RuntimeError(f"{name} is stored as {dtype}, which torch does not have")
+        self.shape, self.dtype = torch.Size(shape), _DTYPES[dtype]
+
+    @abstractmethod
+    def part(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        """Returns a rectangular part."""
+
+
+class _RemoteTensor(_StoredTensor):
+    """A tensor in a store, of which ranges are read."""
+
+    def __init__(self, file: _RemoteFile, name: str) -> None:
+        entry = file.entries[name]
+        self._describe(name, entry["shape"], entry["dtype"])
+        self._path, self._begin = file.path, file.begin + entry["data_offsets"][0]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Returns elements of the flattened tensor, 1-D."""
+        if start == stop:
+            return torch.empty(0, dtype=self.dtype)
+        size, begin = self.dtype.itemsize, self._begin
+        data = self._path.read_range(begin + start * size, begin + stop * size)
+        if len(data) != (stop - start) * size:
+            raise RuntimeError(f"{self._path} is damaged: it ends before what its header says")
+        return torch.frombuffer(bytearray(data), dtype=self.dtype)
+
+    def part(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        """Returns a rectangular part."""
+        return self.whole()[slices]
+
+
+class _Stored(_StoredTensor):
+    """A tensor in a file on disk."""
 
     def __init__(self, file: Any, name: str) -> None:
         described = file.get_slice(name)
         self._file, self._name = file, name
-        self.shape = torch.Size(described.get_shape())
-        stored: str = described.get_dtype()
-        if stored not in _DTYPES:
-            raise RuntimeError(f"{name} is stored as {stored}, which torch does not have")
-        self.dtype = _DTYPES[stored]
+        self._describe(name, described.get_shape(), described.get_dtype())
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         if (start, stop) == (0, self.shape.numel()):
@@ -414,7 +485,7 @@ class _Stored(ReadsOnAccess):
         return part
 
 
-_Part = tuple[tuple[int, ...], _Stored]
+_Part = tuple[tuple[int, ...], _StoredTensor]
 """A part of a tensor, with its offsets."""
 
 

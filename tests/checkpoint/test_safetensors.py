@@ -226,7 +226,7 @@ def test_every_rank_writes_what_it_alone_receives(rank, world_size, tmp_path, st
         (killed := tmp_path / "out" / ".export_safetensors.killed").mkdir(parents=True)
         os.utime(killed, (0, 0))
     dist.barrier()
-    with mock.patch("fsdp_wrap.checkpoint._export.write_files", wraps=write_files) as writes:
+    with mock.patch("fsdp_wrap.checkpoint._exports.export.write_files", wraps=write_files) as writes:
         with count_collectives() as traffic:
             files = export_safetensors(model, tmp_path / "out", files=[about])
     (call,) = writes.call_args_list
@@ -241,7 +241,9 @@ def test_every_rank_writes_what_it_alone_receives(rank, world_size, tmp_path, st
     assert "all_gather" not in " ".join(map(str, traffic)), "what others write does not come here"
     with pytest.raises(ValueError, match="more.json in `files` is no file"):
         export_safetensors(model, tmp_path / "out", files=[about, tmp_path / "more.json"])
-    fails = mock.patch("fsdp_wrap.checkpoint._export.write_files", side_effect=OSError("no space left"))
+    fails = mock.patch(
+        "fsdp_wrap.checkpoint._exports.export.write_files", side_effect=OSError("no space left")
+    )
     before = stored(tmp_path / "out")
     with contextlib.nullcontext() if rank != 2 else fails:
         with pytest.raises(RuntimeError, match="failed on rank 2: OSError: no space left"):

@@ -139,7 +139,7 @@ def _quantiser(folder: Path) -> Any:
     if not path.exists():
         return None
     try:
-        about = json.loads(path.read_text()).get("quantization_config")
+        about = json.loads(path.read_bytes()).get("quantization_config")
     except (ValueError, AttributeError) as error:
         raise RuntimeError(f"{path} is damaged: {error!r}") from error
     if about is None:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._core import ceil_div, nbytes_of, own_folder, refuse_unusable, tells_keywords, warn_caller
+from fsdp_wrap._core import ceil_div, nbytes_of, tells_keywords, warn_caller
 from fsdp_wrap._state import FirstRank, FullParams, Keepers, used
+from fsdp_wrap.checkpoint._exports.destinations import Destination, destination_at, why_not
 from fsdp_wrap.checkpoint._hub import Described, HubLayout, StoredParams
-from fsdp_wrap.checkpoint._places.steps import disk_path
+from fsdp_wrap.checkpoint._places.steps import path_at
 from fsdp_wrap.checkpoint._safetensors import (
-    ASIDE,
     Named,
-    install,
     nbytes,
     planned,
     refuse_unwritable,
@@ -32,8 +29,6 @@ from fsdp_wrap.checkpoint._safetensors import (
 
 _LEAST = 2**20
 """Bytes below which a model is not split so that each rank has a file."""
-_ABANDONED = 3600.0
-"""Seconds after which files that nobody writes to are those of an export that was killed."""
 _DOING = "export_safetensors()"
 
 
@@ -62,8 +57,9 @@ def export_safetensors(
 
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
-        directory: Made if it does not exist. Ranks of hosts that see another disk than the first rank write
-            nothing.
+        directory: A folder, made if it does not exist, or the URL of a place in a store, as for `save`. Ranks
+            of hosts that see another disk than the first rank write nothing. In a store names of several
+            files have a random word, and the index is written last.
         max_shard_size: The most bytes of tensors in one file, such as `"5GB"` or `"500MiB"`; a larger tensor
             has a file of its own. Files are smaller where ranks would have none.
         dtype: Cast floating-point parameters to this; None for the master dtype.
@@ -85,7 +81,7 @@ def export_safetensors(
     if max_shard_bytes is not None:
         warn_caller("max_shard_bytes is called max_shard_size now: pass that", DeprecationWarning)
         max_shard_size = max_shard_bytes
-    path = disk_path(directory, _DOING)
+    path = path_at(directory)
     params = FullParams(module, _DOING, dtype=dtype, buffers=True, numbers=True)
     params.refuse_subclasses(_DOING)
     described, layout = params.described(), HubLayout.of(module)
@@ -96,21 +92,21 @@ def export_safetensors(
         stored = layout.as_stored(described)
     most, first = nbytes_of(max_shard_size, "max_shard_size"), FirstRank(module)
     copies = [Path(file) for file in files]
-    if (unusable := first.object(_unusable(path, copies) if first.is_here else None)) is not None:
+    if (unusable := first.object(why_not(path, copies) if first.is_here else None)) is not None:
         raise ValueError(unusable)
-    aside, failure = _made(path) if first.is_here else (None, None)
+    own, failure = _made(path) if first.is_here else (None, None)
     _tell(first, failure)
-    aside = first.object(aside)
+    destination = first.object(own)
     try:
-        plan = _FilePlan.of(stored, most, _writers(first, aside))
+        plan = _FilePlan.of(stored, most, destination, _writers(first, destination))
+        params.choose({param: described[param][1] for part, _ in plan.stored for param in part.params})
         stream = params.stream(budget=budget, offload_to_cpu=True, keepers=plan.keepers)
-        _, failure = used(stream, partial(plan.write, aside))
+        _, failure = used(stream, partial(plan.write, destination))
         _tell(first, failure)
-        failure = _installed(plan, aside, path, copies) if first.is_here and aside is not None else None
-        _tell(first, failure)
+        _tell(first, None if own is None else _finished(own, plan, copies))
     finally:
-        if first.is_here and aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        if own is not None:
+            own.leave()
     return [*plan.files]
 
 
@@ -129,12 +125,14 @@ class _FilePlan:
     stored: Sequence[tuple[StoredParams, int]]
 
     @classmethod
-    def of(cls, stored: Sequence[StoredParams], most: int, ranks: Sequence[int]) -> _FilePlan:
+    def of(
+        cls, stored: Sequence[StoredParams], most: int, destination: Destination | None, ranks: Sequence[int]
+    ) -> _FilePlan:
         """Shares out tensors to ranks, in order: what is made of a parameter to one."""
         total = sum(nbytes(*about) for part in stored for about in part.described.values())
-        files = planned(
-            (part.described for part in stored), min(most, max(_LEAST, ceil_div(total, len(ranks))))
-        )
+        most = min(most, max(_LEAST, ceil_div(total, len(ranks))))
+        tag = "" if destination is None else destination.tag
+        files = planned((part.described for part in stored), most, tag)
         writers, filled = {}, 0
         for file, tensors in files.items():
             size = sum(nbytes(*about) for about in tensors.values())
@@ -145,40 +143,48 @@ class _FilePlan:
         for part in stored:
             first, *others = part.described
             writers |= {file_of[name]: writers[file_of[first]] for name in others}
-        return cls(files, writers, [(part, writers[file_of[next(iter(part.described))]]) for part in stored])
+        # In a file large elements come first, for alignment; what is sent to a store is written in order.
+        size_of = {name: _element_size(part) for part in stored for name in part.described}
+        files = {
+            file: dict(sorted(tensors.items(), key=lambda item: -size_of[item[0]]))
+            for file, tensors in files.items()
+        }
+        place_of = {name: place for place, name in enumerate(chain(*files.values()))}
+        ordered = sorted(stored, key=lambda part: place_of[next(iter(part.described))])
+        return cls(files, writers, [(part, writers[file_of[next(iter(part.described))]]) for part in ordered])
 
     @property
     def keepers(self) -> Keepers:
         """The ranks that receive the parameters."""
         return Keepers({param: rank for part, rank in self.stored for param in part.params})
 
-    def write(self, folder: Path | None, values: Iterator[Named]) -> None:
+    def write(self, destination: Destination | None, values: Iterator[Named]) -> None:
         """Writes this rank's files, if it has any."""
         here = _here()
         files = {file: tensors for file, tensors in self.files.items() if self.writers[file] == here}
-        if files and folder is not None:
-            write_files(
-                folder, files, _converted([part for part, rank in self.stored if rank == here], values)
-            )
+        if files and destination is not None:
+            stored = [part for part, rank in self.stored if rank == here]
+            write_files(destination.folder, files, _converted(stored, values))
+
+
+def _element_size(part: StoredParams) -> int:
+    return max(dtype.itemsize for _, dtype in part.described.values())
 
 
 def _here() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _writers(first: FirstRank, folder: Path | None) -> list[int]:
-    """Returns the ranks that see a folder; the first one, if units do not say which ranks there are."""
-    sees = first.from_all((_here(), folder is not None and folder.is_dir()))
+def _writers(first: FirstRank, destination: Destination | None) -> list[int]:
+    """Returns the ranks that can write; the first one, if units do not say which ranks there are."""
+    sees = first.from_all((_here(), destination is not None and destination.is_seen))
     return sorted({rank for rank, may in sees if may}) or [0]
 
 
-def _installed(plan: _FilePlan, aside: Path, path: Path, copies: Sequence[Path]) -> Exception | None:
+def _finished(destination: Destination, plan: _FilePlan, copies: Sequence[Path]) -> Exception | None:
     """Lets the files appear; returns what went wrong."""
     try:
-        for file in copies:
-            shutil.copyfile(file, aside / file.name)
-        install(aside, path, plan.files)
-        shutil.rmtree(aside)
+        destination.finish(plan.files, copies)
     except Exception as error:
         return error
     return None
@@ -199,26 +205,10 @@ def _converted(stored: Sequence[StoredParams], values: Iterator[Named]) -> Itera
                 yield name, made.pop(name)
 
 
-def _unusable(directory: Path, copies: Sequence[Path]) -> str | None:
-    """Returns why files cannot be written or copied; None if they can."""
-    lacking = [str(file) for file in copies if not file.is_file()]
-    if lacking:
-        return f"{', '.join(lacking)} in `files` is no file: give paths of files"
+def _made(path: Path) -> tuple[Destination | None, Exception | None]:
+    """Returns where files are written, or what went wrong."""
     try:
-        refuse_unusable(directory.absolute())
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _made(directory: Path) -> tuple[Path | None, Exception | None]:
-    """Makes the folder in which files are written, and removes what a killed export has left."""
-    try:
-        own_folder(directory)
-        for left in directory.glob(f"{ASIDE}*"):
-            if all(path.stat().st_mtime < time.time() - _ABANDONED for path in (left, *left.iterdir())):
-                shutil.rmtree(left, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory.absolute())), None
+        return destination_at(path), None
     except OSError as error:
         return None, error
 
