@@ -216,10 +216,10 @@ def stream(
 
 def _issue(waiting: deque[list[FullValue]], issued: deque[_Issued], room: int, only: Receivers) -> bool:
     """Issues what fits, and one gather in any case; returns whether any is on its way."""
-    room -= sum(_nbytes(batch, only) for batch, _, _ in issued)
-    while waiting and (not issued or _nbytes(waiting[0], only) <= room):
+    room -= sum(_nbytes(batch) for batch, _, _ in issued)
+    while waiting and (not issued or _nbytes(waiting[0]) <= room):
         batch = waiting.popleft()
-        room -= _nbytes(batch, only)
+        room -= _nbytes(batch)
         issued.append((batch, *_gather(batch, only)))
     return bool(issued)
 
@@ -263,11 +263,8 @@ def _batches(values: Iterable[FullValue], budget: int, only: Receivers) -> Itera
         yield batch
 
 
-def _nbytes(batch: list[FullValue], only: Receivers) -> int:
-    """Returns the bytes that a batch takes here, with what is made of it."""
-    communicator, to = batch[0].communicator, _receiver(batch[0], only)
-    if to is not None and communicator.rank != to:
-        return sum(value.lengths[communicator.rank] * value.dtype.itemsize for value in batch)
+def _nbytes(batch: list[FullValue]) -> int:
+    """Returns the bytes that a batch takes, with what is made of it."""
     nbytes = sum(value.nbytes for value in batch)
     return nbytes if len(batch) == 1 else 2 * nbytes
 

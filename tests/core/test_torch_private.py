@@ -28,8 +28,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 OF_CLIENTS = {"clients.py"}
 """Touches private names of other libraries only."""
 
-NOT_TORCHS = {"_fields", "_make", "_replace", "_core"}
-"""Of named tuples and numpy."""
+NOT_TORCHS = {"_fields", "_make", "_replace", "_core", "_init_weights"}
+"""Of named tuples, numpy and transformers."""
 
 
 INSTANCES = {
