@@ -25,7 +25,7 @@ IMPORTED_LATE = PACKAGE / "checkpoint" / "_torch_private.py"
 """Whose import is slow, and needed only to save."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-OF_CLIENTS = {"clients.py"}
+OF_CLIENTS = {"clients.py", "hub_layout.py"}
 """Touches private names of other libraries only."""
 
 NOT_TORCHS = {"_fields", "_make", "_replace", "_core", "_init_weights"}

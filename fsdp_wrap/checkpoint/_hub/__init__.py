@@ -5,7 +5,7 @@ Lives here: a model's parameters as files of that library's layout hold them, bo
 """
 
 from fsdp_wrap.checkpoint._hub.buffers import fill_buffers, give_memory, refuse_meta_buffers
-from fsdp_wrap.checkpoint._hub.layout import HubLayout
+from fsdp_wrap.checkpoint._hub.hub_layout import HubLayout
 from fsdp_wrap.checkpoint._hub.stored import Described, StoredParams
 
 __all__ = ["Described", "HubLayout", "StoredParams", "fill_buffers", "give_memory", "refuse_meta_buffers"]
