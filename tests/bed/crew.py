@@ -18,7 +18,12 @@ from bed import worker
 from bed.job import Job, Outcome
 from bed.patience import NEVER, Patience
 
-_PRELOADED = ["torch.distributed.tensor.debug", "torch.distributed.checkpoint", "torch._dynamo", "pytest"]
+_PRELOADED = [
+    "torch.distributed.tensor.debug",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "pytest",
+]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _CLEAN_UP_LIMIT = 20.0
 _LEAVE_LIMIT = 10.0
