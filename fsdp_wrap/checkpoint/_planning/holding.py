@@ -172,7 +172,7 @@ def described(
         if not of_value and not isinstance(value, torch.Tensor):
             continue
         part = PICKLED if is_pickled else _part_of(value, of_value, groups)
-        if anchor is None:
+        if anchor is None or _is_own_part(part):
             if of_value or part.group is not None:  # else others tell of it
                 holding.common.add(fqn, path, part)
         else:
@@ -201,6 +201,13 @@ def _beside(part: Sharing, anchor: IntervalTensor, groups: _Groups) -> Sharing:
     cut, _, group = _part_of(anchor, [], groups)
     assert isinstance(cut, ByIntervals) and isinstance(part.cut, AsHeld)
     return Sharing(Beside(part.cut.shape, part.cut.held, cut), part.kind, group)
+
+
+def _is_own_part(part: Sharing) -> bool:
+    """Whether a rank has a part of a tensor of which only it can tell, such as scales of its elements."""
+    return (
+        isinstance(part.cut, AsHeld) and part.kind is not None and part.cut.held != (whole(part.cut.shape),)
+    )
 
 
 class _Groups:
