@@ -141,8 +141,11 @@ def dtensors(mesh_shape: tuple[int, ...], placements: list[Any]) -> State:
     return make
 
 
-def intervals(copies: int, lacking: int | None = None) -> State:
-    """Pieces of flat parameters, in copies of which none knows the ranks of another."""
+def intervals(copies: int, lacking: int | None = None, scales: bool = False) -> State:
+    """Pieces of flat parameters, in copies of which none knows the ranks of another.
+
+    `scales` are cut like them, and do not know which ranks have the others.
+    """
 
     kept: list[Any] = []
 
@@ -161,6 +164,7 @@ def intervals(copies: int, lacking: int | None = None) -> State:
             if start < stop and rank != lacking:  # other ranks have no state of it
                 average = IntervalTensor(whole, start, piece.double(), spread=spread)
                 optim[f"w{number}"] = {"exp_avg": average, "step": torch.tensor(1.0), "mode": "cosine"}
+                optim[f"w{number}"] |= {"scale": IntervalTensor(whole, start, piece)} if scales else {}
             first += math.prod(shape)
         return {"model": model, "optim": {"state": optim, "param_groups": [{"lr": 0.1}]}}
 
@@ -188,6 +192,7 @@ CASES: dict[str, tuple[State, int]] = {
     "hybrid and strided": (dtensors((2, 2, 2), [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]), 8),
     "intervals": (intervals(1), 5),
     "hybrid intervals": (intervals(2), 6),
+    "intervals with scales": (intervals(1, scales=True), 5),
     "pipeline": (pipeline, 4),
     "one rank": (dtensors((1,), [Shard(0)]), 1),
 }
