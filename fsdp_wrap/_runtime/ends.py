@@ -34,7 +34,7 @@ def ends(unit: Unit, last_input: bool) -> Done:
     arrivals = unit.arrivals
     if torch.is_grad_enabled():  # create_graph: a later backward needs the leaves
         return Done.NOTHING
-    if unit.tied or unit.tied_to is not None:
+    if unit.ends_together:
         return _group_ends(unit, last_input)
     if last_input:
         if arrivals.missing and unit.gradients_to_come():

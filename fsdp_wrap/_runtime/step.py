@@ -303,8 +303,7 @@ class Step(UnitTree):
         if unit.options.gradients_in_place and self.queue.takes_in_place(unit):
             unit.handle.take_in_place(leaf)
         arrivals.go_on()
-        skippable = unit.tied or unit.tied_to is not None  # other ranks need not have these gradients
-        if arrivals.quarter_came and self.queue.busy and not skippable:
+        if arrivals.quarter_came and self.queue.busy and not unit.ends_together:
             self.queue.make_room(unit.options.most_reducing - 1)
         self._end_backward_of(unit, last_input=False)
 

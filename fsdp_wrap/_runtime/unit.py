@@ -262,6 +262,11 @@ class Unit:
             tied.tied_to, tied.tied, tied.companions, tied.follows = self, (), tied.lenders, True
 
     @property
+    def ends_together(self) -> bool:
+        """Whether its backward ends with others': some ranks may have gradients that this one lacks."""
+        return bool(self.tied) or self.tied_to is not None
+
+    @property
     def name(self) -> str:
         """The unit's name in messages."""
         wrapped = self.module._modules.get(WRAPPED_ATTR, self.module)
@@ -531,7 +536,7 @@ class ForwardCall:
         self._awaited = will_run(inputs) if len(inputs) > 1 else len(inputs)
         arrivals = self.unit.arrivals
         arrivals.open_calls += self.watched > 0
-        if self.unit.tied or self.unit.tied_to is not None:  # other ranks may have gradients
+        if self.unit.ends_together:
             arrivals.owes = self.unit.handle.trainable
 
     def input_done(self) -> bool:
