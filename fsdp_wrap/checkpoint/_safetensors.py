@@ -266,20 +266,22 @@ def import_safetensors(
     given = read_safetensors(folder)
     if (layout := HubLayout.of(module)) is not None:
         dtypes = {name: tensor.dtype for name, tensor in targets.tensors.items()}
+    buffers: dict[str, torch.Tensor] = {}
         given = layout.as_parameters(given, dtypes, folder, most // 2)
+        buffers = layout.buffers()
     for names in ((first, *others) for first, others in param_aliases(module).items()):
         source = next((given[name] for name in names if name in given), None)
         given |= {name: source for name in names if name not in given and source is not None}
     given = by_own_names(module, given)
     sure = targets.check(given, strict, StateDictType.FULL_STATE_DICT)
-    targets.refuse([*_other_kinds(targets.tensors, given), *refuse_meta_buffers(module)])
+    targets.refuse([*_other_kinds(targets.tensors, given), *refuse_meta_buffers(module, buffers)])
     if give_memory(module):
         targets = Targets(module)
     with _bar(sum(tensor.nbytes for tensor in targets.tensors.values())) as bar:
         loaded = (sure or not strict) and targets.load(
             given, strict=False, at_once=most // 4, progress=bar.update
         )
-    fill_buffers(module)
+    fill_buffers(module, buffers)
     if loaded:
         return IncompatibleKeys(*targets.other_names(given))
     # Tensors instead of what reads them: modules with ways of their own may do anything.

@@ -2,75 +2,62 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_wrap._core import original_class
+from fsdp_wrap._core import Place, clean_fqn, named, params, replace_tensor
 from fsdp_wrap._runtime import handles_of, units_in
 
-_DONE = "_is_hf_initialized"
-"""What transformers sets on tensors that its initialisation is to leave alone."""
 
-
-def _non_persistent(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Yields the modules with buffers that no state dict has, and the names of these."""
+def unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yields the buffers that no state dict has: name, module, name there, tensor."""
     for path, child in module.named_modules():
-        names = [name for name in child._non_persistent_buffers_set if child._buffers.get(name) is not None]
-        if names:
-            yield path, child, names
+        for name in sorted(child._non_persistent_buffers_set):
+            buffer = child._buffers.get(name)
+            if buffer is not None:
+                yield clean_fqn(f"{path}.{name}").lstrip("."), child, name, buffer
 
 
-def refuse_meta_buffers(module: nn.Module) -> Iterator[str]:
-    """Yields errors of buffers without values that nothing can give values to."""
-    for path, child, names in _non_persistent(module):
-        for name in names:
-            if child._buffers[name].is_meta and _model_of(module, path) is None:  # type: ignore[union-attr]
-                yield (
-                    f"'{path}.{name}' is on the meta device, and no file holds its values: give it a device "
-                    "and values before"
-                )
+def refuse_meta_buffers(module: nn.Module, computed: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yields errors of buffers that have no values and get none."""
+    for fqn, _, _, buffer in unsaved_buffers(module):
+        if buffer.is_meta and fqn not in computed:
+            yield (
+                f"'{fqn}' is on the meta device, and no file holds its values: give it a device and "
+                "values before"
+            )
 
 
 def give_memory(module: nn.Module) -> bool:
-    """Gives memory without values to what is on the meta device; returns whether anything was."""
+    """Gives memory without values to what is on the meta device; returns whether anything was.
+
+    Tied parameters stay tied, unlike with `to_empty`.
+    """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return False
     handles = handles_of(units_in(module).values())
-    device = handles[0].communicator.device if handles else torch.device("cpu")
-    give: Any = module._apply  # keeps what has values, unlike `to_empty`
+    on_host = any(sharded.offloaded for handle in handles for sharded in handle.params)
+    device = handles[0].communicator.device if handles and not on_host else torch.device("cpu")
+    ties: dict[int, list[Place]] = {}
+    for _, place, param in named(module, params, all_names=True):
+        if param is not None:
+            ties.setdefault(id(param), []).append(place)
+    give: Any = module._apply
     give(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    for (owner, name), *others in ties.values():
+        param = owner._parameters[name]
+        for other, its_name in others:
+            if param is not None and other._parameters[its_name] is not param:
+                replace_tensor(other, its_name, param)
     return True
 
 
-def fill_buffers(module: nn.Module) -> None:
-    """Computes the non-persistent buffers of models of transformers, as `from_pretrained` does."""
-    for path, child, _ in _non_persistent(module):
-        model = _model_of(module, path)
-        if model is None:
-            continue
-        saved = child._buffers.keys() - child._non_persistent_buffers_set
-        tensors = (*child._parameters.values(), *map(child._buffers.get, saved))
-        held = [tensor for tensor in tensors if tensor is not None and not hasattr(tensor, _DONE)]
-        for tensor in held:
-            setattr(tensor, _DONE, True)
-        try:
-            with torch.no_grad():
-                model._init_weights(child)
-        finally:
-            for tensor in held:
-                delattr(tensor, _DONE)
-
-
-def _model_of(module: nn.Module, path: str) -> Any:
-    """Returns the innermost model of transformers around a module."""
-    library = sys.modules.get("transformers.modeling_utils")
-    found = None
-    for part in ("", *path.split(".")):
-        module = getattr(module, part) if part else module
-        if library is not None and issubclass(original_class(module), library.PreTrainedModel):
-            found = module
-    return found
+def fill_buffers(module: nn.Module, computed: Mapping[str, torch.Tensor]) -> None:
+    """Copies computed values to the buffers that no file holds."""
+    with torch.no_grad():
+        for fqn, _, _, buffer in unsaved_buffers(module):
+            if fqn in computed:
+                buffer.copy_(computed[fqn])

@@ -16,7 +16,8 @@ from torch import nn
 
 from fsdp_wrap._core import WRAPPED_ATTR, original_class
 from fsdp_wrap._state import ReadsOnAccess
-from fsdp_wrap.checkpoint._hub.converted import Conversion
+from fsdp_wrap.checkpoint._hub.buffers import unsaved_buffers
+from fsdp_wrap.checkpoint._hub.converted import Conversion, Kept
 from fsdp_wrap.checkpoint._hub.stored import Described, StoredParams
 
 _DEQUANTISED = ("fp8", "mxfp4")
@@ -67,9 +68,7 @@ class HubLayout:
             budget: The most bytes to convert at a time.
         """
         from transformers import core_model_loading as loading
-        from transformers.conversion_mapping import (
-            get_model_conversion_mapping,
-        )
+        from transformers.conversion_mapping import get_model_conversion_mapping
 
         own = self._model.state_dict()
         for name, tensor in own.items():
@@ -95,8 +94,9 @@ class HubLayout:
             else:
                 _, sources = groups.setdefault(name, (by_pattern[pattern], {}))
                 sources.setdefault(pattern, []).append(given[key])
+        kept = Kept()
         for name, (converter, sources) in groups.items():
-            conversion = Conversion(copy.deepcopy(converter), name, sources, self._model, budget)
+            conversion = Conversion(copy.deepcopy(converter), name, sources, self._model, budget, kept)
             conversion.refuse_misfits()
             params.update(conversion.tensors())
         return params
@@ -127,10 +127,50 @@ class HubLayout:
                 stored.append(StoredParams.renamed(params[0], name, described[params[0]]))
         return stored
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Computes the buffers that no file holds, as `from_pretrained` does.
+
+        On a model whose parameters have no memory: what initialises a module may do so with all below it.
+        """
+        unset: dict[str, torch.Tensor] = {}
+        owners: dict[int, nn.Module] = {}
+        for fqn, owner, name, buffer in unsaved_buffers(self._model):
+            owners[id(owner)] = owner
+            owner._buffers[name] = unset[fqn] = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
+        before = {fqn: buffer.clone() for fqn, buffer in unset.items()}
+        with torch.no_grad():
+            for path, child in self._model.named_modules():
+                if id(child) in owners:
+                    self._initialiser(path)(child)
+        return {
+            fqn: buffer
+            for fqn, _, _, buffer in unsaved_buffers(self._model)
+            if not torch.equal(_bits(buffer), _bits(before[fqn]))
+        }
+
+    def _initialiser(self, path: str) -> Any:
+        """Returns what initialises a module: the method of the innermost model around it."""
+        names, found = path.split(".") if path else [], self._model
+        for end in range(1, len(names) + 1):
+            around = self._model.get_submodule(".".join(names[:end]))
+            found = around if hasattr(around, "_init_weights") else found
+        return found._init_weights
+
     def _ignores(self, *names: str) -> bool:
         """Whether the model's class says that a file may have a tensor which it does not use."""
         patterns = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
         return any(re.search(pattern, name) for pattern in patterns for name in names)
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    """Returns what no computed buffer is full of."""
+    if dtype == torch.bool:
+        return False
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min + 1
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _quantiser(folder: Path) -> Any:
