@@ -12,6 +12,7 @@ from fsdp_wrap._state.full_values import (
     FirstRank,
     FullParams,
     Keepers,
+    check_budget,
     check_dtype,
     is_sharded,
     iter_full_params,

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import sys
-import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -144,28 +143,34 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def write_files(aside: Path, plan: Mapping[str, Described], values: Iterator[Named]) -> None:
-    """Writes files into a folder of their own, and reads them back to see that they hold what was given.
+def write_files(folder: Path, plan: Mapping[str, Described], values: Iterator[Named]) -> None:
+    """Writes files into a folder.
 
     Raises:
-        RuntimeError: If a file holds something else.
         ValueError: If the values are not those of the plan, in its order.
     """
     for file, tensors in plan.items():
-        with durable(aside / file) as out:
-            sums = _write_tensors(out, tensors, values)
-        for name, (start, size, crc) in sums.items():
-            if crc_of(aside / file, start, size) != crc:
+        with durable(folder / file) as out:
+            _write_tensors(out, tensors, values)
+
+
+def require_written(folder: Path, plan: Mapping[str, Described], sums: Mapping[str, int]) -> None:
+    """Reads files back, and raises a RuntimeError if a tensor's bytes do not have their CRC-32."""
+    for file, tensors in plan.items():
+        _, starts = _header(tensors)
+        for name, about in tensors.items():
+            if crc_of(folder / file, starts[name], nbytes(*about)) != sums[name]:
                 raise RuntimeError(f"{file} does not hold what was written of {name}: check the disk")
 
 
-def _write_tensors(
-    out: BinaryIO, tensors: Described, values: Iterator[Named]
-) -> dict[str, tuple[int, int, int]]:
-    """Writes a file; returns where each tensor lies, and the CRC-32 of its bytes."""
+def bytes_of(value: torch.Tensor) -> Any:
+    """Returns the bytes of a contiguous tensor in host memory, without a copy."""
+    return (ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.nbytes else b""
+
+
+def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -> None:
     header, starts = _header(tensors)
     out.write(header)
-    sums = {}
     for expected, (shape, dtype) in tensors.items():
         name, value = next(values, ("nothing", torch.empty(0)))
         if (name, value.shape, value.dtype) != (expected, shape, dtype):
@@ -173,13 +178,10 @@ def _write_tensors(
         if value.layout is not torch.strided:
             raise ValueError(f"safetensors cannot hold {name}, which is sparse: make it dense before")
         value = value.detach().cpu().contiguous()
-        data: Any = (ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.nbytes else b""
         if out.tell() != starts[name]:
             out.seek(starts[name])
-        out.write(data)
-        sums[name] = starts[name], value.nbytes, zlib.crc32(data)
-        del value, data
-    return sums
+        out.write(bytes_of(value))
+        del value
 
 
 def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
@@ -264,11 +266,11 @@ def import_safetensors(
     most, folder = nbytes_of(budget, "budget"), path_at(directory)
     targets = Targets(module)
     given = read_safetensors(folder)
-    if (layout := HubLayout.of(module)) is not None:
-        dtypes = {name: tensor.dtype for name, tensor in targets.tensors.items()}
     buffers: dict[str, torch.Tensor] = {}
-        given = layout.as_parameters(given, dtypes, folder, most // 2)
+    if (layout := HubLayout.of(module)) is not None:
         buffers = layout.buffers()
+        dtypes = {name: tensor.dtype for name, tensor in targets.tensors.items()}
+        given = layout.as_parameters(given, dtypes, folder, most // 2)
     for names in ((first, *others) for first, others in param_aliases(module).items()):
         source = next((given[name] for name in names if name in given), None)
         given |= {name: source for name in names if name not in given and source is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._core import ceil_div, nbytes_of, tells_keywords, warn_caller
-from fsdp_wrap._state import FirstRank, FullParams, Keepers, used
+from fsdp_wrap._state import FirstRank, FullParams, Keepers, check_budget, used
 from fsdp_wrap.checkpoint._exports.destinations import Destination, destination_at, why_not
 from fsdp_wrap.checkpoint._hub import Described, HubLayout, StoredParams
 from fsdp_wrap.checkpoint._places.steps import path_at
 from fsdp_wrap.checkpoint._safetensors import (
     Named,
+    bytes_of,
     nbytes,
     planned,
     refuse_unwritable,
+    require_written,
     write_files,
 )
 
@@ -81,6 +84,7 @@ def export_safetensors(
     if max_shard_bytes is not None:
         warn_caller("max_shard_bytes is called max_shard_size now: pass that", DeprecationWarning)
         max_shard_size = max_shard_bytes
+    check_budget(budget)
     path = path_at(directory)
     params = FullParams(module, _DOING, dtype=dtype, buffers=True, numbers=True)
     params.refuse_subclasses(_DOING)
@@ -159,12 +163,13 @@ class _FilePlan:
         return Keepers({param: rank for part, rank in self.stored for param in part.params})
 
     def write(self, destination: Destination | None, values: Iterator[Named]) -> None:
-        """Writes this rank's files, if it has any."""
+        """Writes this rank's files, if it has any, and reads them back."""
         here = _here()
         files = {file: tensors for file, tensors in self.files.items() if self.writers[file] == here}
         if files and destination is not None:
-            stored = [part for part, rank in self.stored if rank == here]
-            write_files(destination.folder, files, _converted(stored, values))
+            stored, sums = [part for part, rank in self.stored if rank == here], dict[str, int]()
+            write_files(destination.folder, files, _summed(_converted(stored, values), sums))
+            require_written(destination.folder, files, sums)
 
 
 def _element_size(part: StoredParams) -> int:
@@ -203,6 +208,15 @@ def _converted(stored: Sequence[StoredParams], values: Iterator[Named]) -> Itera
             made = part.make({param: waiting.pop(param) for param in part.params})
             for name in part.described:
                 yield name, made.pop(name)
+
+
+def _summed(values: Iterator[Named], sums: dict[str, int]) -> Iterator[Named]:
+    """Yields tensors, and notes the CRC-32 of their bytes."""
+    for name, value in values:
+        value = value.detach().cpu().contiguous()
+        sums[name] = zlib.crc32(bytes_of(value))
+        yield name, value
+        del value
 
 
 def _made(path: Path) -> tuple[Destination | None, Exception | None]:
