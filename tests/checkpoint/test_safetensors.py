@@ -123,6 +123,9 @@ def test_dtypes_and_sizes(rank, world_size, tmp_path):
     for size, error in (("5 apples", ValueError), (0, ValueError), ("0GB", ValueError), (5.0, TypeError)):
         with pytest.raises(error, match="max_shard_size must"):
             export_safetensors(model, tmp_path, max_shard_size=size)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="budget must be a positive number of bytes, not 0"):
+        export_safetensors(model, tmp_path / "new", budget=0)
+    assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="cannot hold 0.weight, which is of torch.complex128"):
         export_safetensors(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex128)), tmp_path)
     same(stored(tmp_path) | {}, {**found, "blocks.0.table": plain.blocks[0].table.detach()})
