@@ -118,7 +118,8 @@ def _read_into(interval: Interval, value: ReadsOnAccess, at_once: int) -> None:
 
 def _read_part(value: ReadsOnAccess, part: LocalPart, start: int, stop: int) -> torch.Tensor:
     """Returns elements of the flattened part of a tensor, of which no more than their rows are read."""
-    elements, row = torch.empty(stop - start, dtype=value.dtype), value.shape[1:].numel()
+    elements = torch.empty(stop - start, dtype=value.dtype, device="cpu")
+    row = value.shape[1:].numel()
     begins, sizes = part.box
     for box in boxes_of(sizes, start, stop):
         first, *others = map(sum, zip(begins, box.offsets))

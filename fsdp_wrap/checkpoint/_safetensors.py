@@ -279,7 +279,8 @@ def import_safetensors(
     targets.refuse([*_other_kinds(targets.tensors, given), *refuse_meta_buffers(module, buffers)])
     if give_memory(module):
         targets = Targets(module)
-    with _bar(sum(tensor.nbytes for tensor in targets.tensors.values())) as bar:
+    total = sum(tensor.nbytes for tensor in targets.tensors.values())
+    with _bar(total) as bar, torch.device("cpu"):  # whatever device the user has made the default
         loaded = (sure or not strict) and targets.load(
             given, strict=False, at_once=most // 4, progress=bar.update
         )

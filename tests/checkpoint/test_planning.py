@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bed import ranks
-from fsdp_wrap import checkpoint
+from fsdp_wrap import FullyShardedDataParallel as FSDP
+from fsdp_wrap import checkpoint, fully_shard, iter_full_params
 from fsdp_wrap._params import IntervalTensor, Spread
 from fsdp_wrap._params.parallel import HeldBy
+from fsdp_wrap.checkpoint import export_safetensors, import_safetensors
 from fsdp_wrap.checkpoint._planning.agreement import variants_of
 from fsdp_wrap.checkpoint._planning.divisions import ByRows
 from fsdp_wrap.checkpoint._planning.holding import Holding, described
@@ -341,6 +343,28 @@ def test_torch_reads_what_stages_write_that_tell_each_other(rank, world_size, tm
     assert torch.equal(read["a"], full["a"]) and torch.equal(read["b"], full["b"])
     assert torch.equal(read["copies"], full["a"]) and torch.equal(read["table"], shared["table"])
     assert read["note"] == shared["note"]
+
+
+@pytest.mark.parametrize("front", ["fully_shard", "flat"])
+@ranks(2)
+def test_a_default_device_does_not_count(rank, world_size, tmp_path, front):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4))
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    model = FSDP(model, sync_module_states=True) if front == "flat" else fully_shard(model)
+    with torch.device("meta"):
+        checkpoint.save(tmp_path, model, step=1)
+        export_safetensors(model, tmp_path / "weights")
+    for param in model.parameters():
+        param.data.zero_()
+    checkpoint.load(tmp_path, model)
+    again = dict(iter_full_params(model))
+    for param in model.parameters():
+        param.data.zero_()
+    with torch.device("meta"):
+        import_safetensors(model, tmp_path / "weights", budget=16)
+    for values in (again, dict(iter_full_params(model))):
+        assert values.keys() == wanted.keys()
+        assert all(torch.equal(values[name], value) for name, value in wanted.items())
 
 
 @ranks(3)

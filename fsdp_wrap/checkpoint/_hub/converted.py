@@ -159,7 +159,7 @@ class Converted(ReadsOnAccess):
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Returns elements of the flattened tensor, 1-D."""
-        elements = torch.empty(stop - start, dtype=self.dtype)
+        elements = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         at = 0
         for part in self._conversion.read(self._name, start, stop):
             elements[at : at + len(part)] = part

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -37,14 +38,15 @@ class Agreed:
 
     def own_plan(self) -> SavePlan:
         """Returns what this rank writes."""
-        items = self._plan.items_of(self.rank, self.holding)
+        with torch.device("cpu"):  # whatever device the user has made the default
+            items = self._plan.items_of(self.rank, self.holding)
         return self.planner.finish_plan(
             SavePlan(items, StoragePrefix(f"__{self.rank}_"), self.planner.mappings)
         )
 
     def metadata(self) -> Metadata:
         """Returns the metadata of the whole state."""
-        with uncollected():
+        with uncollected(), torch.device("cpu"):
             return self._plan.metadata()
 
 
@@ -62,8 +64,9 @@ def agree(state: dict[str, Any], team: Team) -> Agreed:
 
     def tell() -> HoldingSums:
         planner.set_up_planner(state)
-        items = planner.create_local_plan().items
-        holdings.append(described(planner.state_dict, planner.mappings, items, team.rank))
+        with torch.device("cpu"):
+            items = planner.create_local_plan().items
+            holdings.append(described(planner.state_dict, planner.mappings, items, team.rank))
         return holdings[0].sums()
 
     sums = DistWrapper(team.group, team.group is not None, 0).all_gather("plan", tell)
