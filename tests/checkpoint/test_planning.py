@@ -348,9 +348,9 @@ def test_torch_reads_what_stages_write_that_tell_each_other(rank, world_size, tm
 @pytest.mark.parametrize("front", ["fully_shard", "flat"])
 @ranks(2)
 def test_a_default_device_does_not_count(rank, world_size, tmp_path, front):
-    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4))
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
-    model = FSDP(model, sync_module_states=True) if front == "flat" else fully_shard(model)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4))
+    wanted = {name: value.clone() for name, value in plain.state_dict().items()}
+    model: nn.Module = FSDP(plain, sync_module_states=True) if front == "flat" else fully_shard(plain)
     with torch.device("meta"):
         checkpoint.save(tmp_path, model, step=1)
         export_safetensors(model, tmp_path / "weights")

@@ -248,11 +248,13 @@ def test_every_rank_writes_what_it_alone_receives(rank, world_size, tmp_path, st
         "fsdp_wrap.checkpoint._exports.export.write_files", side_effect=OSError("no space left")
     )
     before = stored(tmp_path / "out")
+    dist.barrier()  # or others would see the folder in which this export writes
     with contextlib.nullcontext() if rank != 2 else fails:
         with pytest.raises(RuntimeError, match="failed on rank 2: OSError: no space left"):
             export_safetensors(model, tmp_path / "out")
     dist.barrier()
     same(stored(tmp_path / "out"), before)
+    dist.barrier()
     damaged = mock.patch("fsdp_wrap.checkpoint._safetensors.crc_of", return_value=0)
     with damaged, pytest.raises(RuntimeError, match="does not hold what was written of .*: check the disk"):
         export_safetensors(model, tmp_path / "out")
