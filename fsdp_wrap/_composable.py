@@ -11,6 +11,15 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._building import (
+    REGISTRY,
+    UnitSpec,
+    assemble_unit,
+    check_tensors,
+    drop_gradients,
+    is_container,
+    move,
+)
 from fsdp_wrap._comm import Communicator, device_of, ranks_of
 from fsdp_wrap._core import (
     UNIT_ATTR,
@@ -32,16 +41,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._fsdp_module import FSDPModule, run_as_unit
 from fsdp_wrap._params import DataMesh, DTensorParams, ExtensionParams, ShardedParams, is_extension
-from fsdp_wrap._runtime import (
-    REGISTRY,
-    UnitOptions,
-    UnitSpec,
-    assemble_unit,
-    check_tensors,
-    drop_gradients,
-    is_container,
-    move,
-)
+from fsdp_wrap._runtime import UnitOptions
 from fsdp_wrap._state import offload_optimizer_state
 
 OWN_DTYPES = MixedPrecisionPolicy()

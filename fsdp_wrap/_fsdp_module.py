@@ -10,18 +10,16 @@ import torch
 from torch import nn
 
 from fsdp_wrap._attributes import telling
+from fsdp_wrap._building import refuse_sharing
+from fsdp_wrap._checks import converted, refuse_replaced, require_root
 from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
 from fsdp_wrap._custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
 from fsdp_wrap._params import Layout, ParamHandle, Where, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
     Unit,
-    converted,
     handles_of,
-    refuse_replaced,
-    refuse_sharing,
     refuse_steps_between_sums,
-    require_root,
     run_forward,
     schedule_of,
     units_in,

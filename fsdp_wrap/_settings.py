@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._building import over_replicas
 from fsdp_wrap._comm import Communicator, ShardMesh, destroyed, resolve_mesh
 from fsdp_wrap._core import (
     UNIT_ATTR,
@@ -49,7 +50,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._full_in_eval import FULL_PRECISION_IN_EVAL
 from fsdp_wrap._params import JointParams, PackedParams, ShardedParams, SliceParams, is_packable
-from fsdp_wrap._runtime import UnitOptions, over_replicas
+from fsdp_wrap._runtime import UnitOptions
 
 _RESHARD_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 

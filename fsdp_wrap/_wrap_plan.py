@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
+from fsdp_wrap._building import is_container
 from fsdp_wrap._core import Place, children_first, walk, warn_caller
-from fsdp_wrap._runtime import is_container
 
 AutoWrapPolicy: TypeAlias = "Callable[..., bool] | torch_wrap._Policy"
 Kwargs: TypeAlias = dict[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from fsdp_wrap._runtime import refuse_unsharded
+from fsdp_wrap._checks import refuse_unsharded
 from fsdp_wrap._state import GradientNorms, clip_parameters, norms_of
 
 __all__ = ["GradientNorms", "clip_grad_norm_", "grad_norms"]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_wrap._attributes import GONE
+from fsdp_wrap._building import over_replicas
 from fsdp_wrap._comm import Communicator, default_mesh, device_of, make_communicator, neighbours
 from fsdp_wrap._composable import (
     ON_DEVICE,
@@ -40,7 +41,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp_wrap._params import DataMesh, check_parts, chunk_numel, is_extension, to_local
-from fsdp_wrap._runtime import UnitOptions, over_replicas
+from fsdp_wrap._runtime import UnitOptions
 
 __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard", "share_comm_ctx"]
 

@@ -16,6 +16,16 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._attributes import GONE
+from fsdp_wrap._building import (
+    REGISTRY,
+    MaterializationError,
+    UnitSpec,
+    Values,
+    build_unit,
+    check_contents,
+    warn_of_container,
+)
+from fsdp_wrap._checks import converted, require_root
 from fsdp_wrap._comm import ShardMesh, resolve_device
 from fsdp_wrap._core import (
     UNIT_ATTR,
@@ -46,23 +56,7 @@ from fsdp_wrap._core import (
     tells_keywords,
 )
 from fsdp_wrap._params import Where
-from fsdp_wrap._runtime import (
-    REGISTRY,
-    MaterializationError,
-    Unit,
-    UnitSpec,
-    Values,
-    build_unit,
-    check_contents,
-    converted,
-    joins,
-    require_idle,
-    require_root,
-    run_forward,
-    schedule_of,
-    units_in,
-    warn_of_container,
-)
+from fsdp_wrap._runtime import Unit, joins, require_idle, run_forward, schedule_of, units_in
 from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored, resolve_settings
 from fsdp_wrap._state import (
     deepcopy_wrapper,

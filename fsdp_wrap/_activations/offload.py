@@ -14,11 +14,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_wrap._activations.storages import Bundle, CopiesToHost, SavedStorage
+from fsdp_wrap._checks import refuse_unsharded
 from fsdp_wrap._comm import Accelerator, accelerator_of
 from fsdp_wrap._core import Computing, PlugIn, Precedence, everywhere, warn_caller
 from fsdp_wrap._core.torch_private import graph_task, top_saved_tensors_hooks
 from fsdp_wrap._params import to_local
-from fsdp_wrap._runtime import Unit, refuse_unsharded, require_idle, schedule_of, units_in
+from fsdp_wrap._runtime import Unit, require_idle, schedule_of, units_in
 
 _LEAST = 1 << 20
 

@@ -1,13 +1,25 @@
-"""Mistakes of users that show in a step: edits that training would lose, and steps that differ by rank.
+"""Mistakes of users: calls that cannot be served, edits that training would lose, steps that differ by rank.
 
-Lives here: plug-ins that each tree of units has, and what ranks tell each other of an optimizer's step.
+Lives here: plug-ins that each tree of units has, checks of calls, and what ranks tell each other of an
+optimizer's step.
 May import: `_core`, `_comm`, `_params`, `_runtime`.
 Must never know: when units run, and which front-end made them.
 """
 
+from fsdp_wrap._checks.calls import converted, refuse_replaced, refuse_unsharded, require_root
 from fsdp_wrap._checks.edits import UserEdits
 from fsdp_wrap._checks.notes import StepNotes
 from fsdp_wrap._checks.order import OrderCheck
 from fsdp_wrap._checks.steps import StepChecks, scaling_gradients
 
-__all__ = ["OrderCheck", "StepChecks", "StepNotes", "UserEdits", "scaling_gradients"]
+__all__ = [
+    "OrderCheck",
+    "StepChecks",
+    "StepNotes",
+    "UserEdits",
+    "converted",
+    "refuse_replaced",
+    "refuse_unsharded",
+    "require_root",
+    "scaling_gradients",
+]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._checks.calls import refuse_replaced
 from fsdp_wrap._core import (
     ChangedBetweenError,
     Phase,
@@ -22,7 +23,7 @@ from fsdp_wrap._core import (
     own_modules,
 )
 from fsdp_wrap._params import ParamHandle, Segment, Where
-from fsdp_wrap._runtime import ForwardCall, Unit, refuse_replaced
+from fsdp_wrap._runtime import ForwardCall, Unit
 
 _VERSION = attrgetter("_version")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from fsdp_wrap._checks import refuse_unsharded, require_root
 from fsdp_wrap._core import check_flag, check_kind
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._reproducible.refusals import (
@@ -21,7 +22,7 @@ from fsdp_wrap._reproducible.refusals import (
     warn_of_kernels,
 )
 from fsdp_wrap._reproducible.steps import CountedSteps
-from fsdp_wrap._runtime import Schedule, Unit, refuse_unsharded, require_root, schedule_of, units_in
+from fsdp_wrap._runtime import Schedule, Unit, schedule_of, units_in
 
 
 class Reproducible:

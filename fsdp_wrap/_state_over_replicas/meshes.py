@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_wrap._building import over_replicas
 from fsdp_wrap._comm import (
     CARRY_NOTHING,
     Communicator,
@@ -27,7 +28,6 @@ from fsdp_wrap._comm import (
 from fsdp_wrap._core import DataParallelMeshDims
 from fsdp_wrap._core.torch_private import flattened_mesh
 from fsdp_wrap._params import DataMesh, ParamHandle
-from fsdp_wrap._runtime import over_replicas
 from fsdp_wrap._state_over_replicas.transport import StagedTransport
 
 _PASS = "pass a mesh (replicate, shard) of ranks in ascending order, as init_device_mesh makes it"

@@ -12,15 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_wrap._checks import refuse_unsharded, require_root
 from fsdp_wrap._core import check_flag, everywhere
 from fsdp_wrap._params import held_params
-from fsdp_wrap._runtime import (
-    Schedule,
-    refuse_unsharded,
-    require_root,
-    schedule_of,
-    units_in,
-)
+from fsdp_wrap._runtime import Schedule, schedule_of, units_in
 from fsdp_wrap._uneven.members import peers_of
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.pooling import Pool

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from fsdp_wrap._building import REGISTRY
 from fsdp_wrap._core import WRAPPED_ATTR
-from fsdp_wrap._runtime import REGISTRY, Unit, require_idle, units_in
+from fsdp_wrap._runtime import Unit, require_idle, units_in
 
 
 def allow_skipping(module: nn.Module) -> None:

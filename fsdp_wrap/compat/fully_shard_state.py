@@ -18,11 +18,12 @@ from typing import Any, ClassVar, NoReturn, cast
 from torch import nn
 
 from fsdp_wrap import api
+from fsdp_wrap._building import REGISTRY
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import ParamHandle, Segment, Until, Use, Where
-from fsdp_wrap._runtime import REGISTRY, Doing, Unit, schedule_of
+from fsdp_wrap._runtime import Doing, Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
 from fsdp_wrap.fully_shard import fully_shard

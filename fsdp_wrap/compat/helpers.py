@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_wrap._checks import require_root
 from fsdp_wrap._core.torch_private import (
     torch_common_utils,
     torch_runtime_utils,
     torch_traversal_utils,
     torch_unshard_utils,
 )
-from fsdp_wrap._runtime import prepared_inputs, require_root, schedule_of, units_in
+from fsdp_wrap._runtime import prepared_inputs, schedule_of, units_in
 from fsdp_wrap.compat.internals import FlatHandle
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 

@@ -21,9 +21,9 @@ from bed.accelerator.group import BACKEND, SimulatedGroup
 from bed.accelerator.replay import Different, replay
 from bed.accelerator.simulation import Simulation, simulations
 from bed.threads import threads_as_ranks
+from fsdp_wrap._building import over_replicas
 from fsdp_wrap._comm.positions.host_log import HostLog
 from fsdp_wrap._core import steps_taken
-from fsdp_wrap._runtime import over_replicas
 
 __all__ = ["Different", "Simulation", "replay", "run_simulated", "simulations"]
 

@@ -21,6 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_wrap._building.materialize import Values, broadcast, materialize, refuse_together
+from fsdp_wrap._building.refusals import (
+    ParametrizationGuard,
+    check_materializable,
+    check_tensors,
+    drop_gradients,
+    refuse_earlier_optimizers,
+    refuse_pieces,
+)
 from fsdp_wrap._comm import Communicator, ShardMesh, make_communicator
 from fsdp_wrap._core import (
     AlreadyShardedError,
@@ -48,16 +57,7 @@ from fsdp_wrap._params import (
     side_data_of,
     to_local,
 )
-from fsdp_wrap._runtime.materialize import Values, broadcast, materialize, refuse_together
-from fsdp_wrap._runtime.refusals import (
-    ParametrizationGuard,
-    check_materializable,
-    check_tensors,
-    drop_gradients,
-    refuse_earlier_optimizers,
-    refuse_pieces,
-)
-from fsdp_wrap._runtime.unit import Unit, UnitOptions, units_in
+from fsdp_wrap._runtime import Unit, UnitOptions, units_in
 
 
 class Registry:
