@@ -114,7 +114,7 @@ class BatchingQueue(Queue):
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
         """Whether a unit may be batched, as far as the conditions are the same for gathers and reductions."""
-        fits = 0 < nbytes <= self._most and not unit.options.gradients_in_place
+        fits = 0 < nbytes <= self._most and not unit.plug_ins.brings
         return fits and handle.can_be_batched
 
     def _companions(

@@ -6,7 +6,7 @@ Must never know: state dicts, and which front-end made a unit.
 """
 
 from fsdp_wrap._runtime.arrivals import Progress
-from fsdp_wrap._runtime.forward import prepared_inputs, run_forward
+from fsdp_wrap._runtime.forward import inside_transforms, prepared_inputs, run_forward
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue, Reducing
 from fsdp_wrap._runtime.refusals import refuse_steps_between_sums
@@ -18,6 +18,7 @@ from fsdp_wrap._runtime.schedule import (
     require_idle,
     schedule_of,
 )
+from fsdp_wrap._runtime.stays import after_backward
 from fsdp_wrap._runtime.tree import out_of_memory
 from fsdp_wrap._runtime.unit import (
     Doing,

@@ -1,26 +1,19 @@
-"""`run_forward`: one forward call of a unit and of its companions (owners of tied parameters, tied units).
-
-Inside a transform of `torch.func`, tensors are of the transform's own kind. Buffers cannot be written to
-and hooks cannot be registered there. So the runtime gathers and reshards outside of all transforms, and the
-modules compute with copies of the full parameters, so that a later use of the graph needs no gather.
-Gradients reach the leaves through the copies.
-"""
+"""`run_forward`: one forward call of a unit and of its companions (owners of tied parameters, tied units)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
 
 from fsdp_wrap._core import (
     NO_CASTS,
     Replaced,
+    Seam,
     ValueSeam,
     cast_floating,
     floating_dtype,
@@ -28,11 +21,16 @@ from fsdp_wrap._core import (
     map_tensors,
     put_back,
 )
-from fsdp_wrap._core.torch_private import current_transform, graph_task, outside_transforms
+from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.refusals import refuse_alone
 from fsdp_wrap._runtime.schedule import Schedule, schedule_of
-from fsdp_wrap._runtime.unit import Copies, ForwardCall, Unit, handles_of
+from fsdp_wrap._runtime.unit import ForwardCall, Unit, handles_of
+
+inside_transforms: Seam[Callable[[Sequence[Unit], nn.Module | None, Callable[[], Any]], Any]] = Seam(
+    "transforms of torch.func", "fsdp_wrap._transforms"
+)
+"""Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`."""
 
 
 def run_forward(
@@ -64,7 +62,7 @@ def run_forward(
             return _compute(unit, outermost, compute, args, kwargs, replaced)
         if current_transform() is not None:
             within = partial(_compute, unit, outermost, compute, args, kwargs, replaced)
-            return _run_transformed([*unit.companions, unit], part, within)
+            return inside_transforms.needed("torch.func")([*unit.companions, unit], part, within)
         for runs in (*unit.companions, unit):
             schedule = runs.schedule or schedule_of(runs)
             assert isinstance(schedule, Schedule)
@@ -203,56 +201,3 @@ def _end_outermost(schedule: Schedule, output: Any) -> Any:
         output, _ = _without_parameters(unit.handle, output)
     schedule.end_outermost([*iter_tensors(output)])
     return output
-
-
-def _run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Callable[[], Any]) -> Any:
-    """Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`.
-
-    A unit that does not reshard after its forward ends with the outermost one: modules around it may use it.
-    """
-    own, undo, shown = schedule_of(units[-1]), ExitStack(), []
-    own.transformed.append(undo)
-    try:
-        with outside_transforms():
-            for unit in units:
-                schedule = schedule_of(unit)
-                undo.callback(_exit_transformed, schedule, schedule.before_forward(unit, part))
-                copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.segments]
-                shown.append((unit, copies))
-                undo.callback(unit.show_copies, unit.show_copies(copies))
-        output = compute()
-        for unit, copies in shown:
-            _refuse_written(unit, copies)
-        return output
-    finally:
-        own.transformed.pop()
-        with outside_transforms():
-            if not own.transformed or units[-1].options.reshard_after_forward:
-                undo.close()
-            else:
-                own.transformed[0].push(undo)
-
-
-def _exit_transformed(schedule: Schedule, call: ForwardCall) -> None:
-    schedule.exit_forward(call)
-    if graph_task() == -1:  # a recomputation is resharded by its backward
-        schedule.reshard(call.unit)
-
-
-def _refuse_written(unit: Unit, copies: Copies) -> None:
-    for segment, of_segment in zip(unit.segments, copies):
-        for fqn, copy in zip(segment.layout.fqns, of_segment):
-            if copy._version:
-                raise RuntimeError(
-                    f"the forward of {unit.name} wrote to the parameter '{unit.name_of(fqn)}' in "
-                    f"place on rank {dist.get_rank()}, which is lost: inside a transform of "
-                    "torch.func it computes with a copy; edit parameters between steps (inside "
-                    "summon_full_params, or each shard by itself)"
-                )
-
-
-def _copy_leaf(leaf: nn.Parameter) -> torch.Tensor:
-    copy = leaf.clone()
-    copy.__dict__.update(leaf.__dict__)
-    copy._is_param = True  # for `isinstance(copy, nn.Parameter)` in modules
-    return copy

@@ -6,12 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from fsdp_wrap._core import BackwardPrefetch, Phase
-from fsdp_wrap._params import Until, Where
+from fsdp_wrap._params import Where
 from fsdp_wrap._runtime.order import ExecOrder
-from fsdp_wrap._runtime.stays import after_backward
 from fsdp_wrap._runtime.unit import StepState, Unit
 
 
@@ -92,30 +89,24 @@ class Queue:
 
     def make_room_for(self, unit: Unit) -> None:
         """Makes room before the gather of a unit that a backward has reached, if one gradient takes much."""
-        handle, options = unit.handle, unit.options
-        # With gradients in place, memory counts more than overlap with the first of them.
-        if (handle.bulky or (options.gradients_in_place and handle.sizeable)) and self.busy:
-            self.make_room(options.most_reducing - 1)
+        if unit.handle.bulky and self.busy:
+            self.make_room(unit.options.most_reducing - 1)
 
     def come_back(self, unit: Unit) -> None:
         """Prepares for the gather of a unit that a backward has reached."""
 
-    def takes_in_place(self, unit: Unit) -> bool:
-        """Whether gradients may take the place of a unit's parameters now."""
-        options, handle, syncs = unit.options, unit.handle, self._step.syncs
-        reduced = syncs and options.syncs and not torch.is_grad_enabled()
-        needed = unit.running or unit.arrivals.needed_to_end or handle.where is not Where.FULL
-        return reduced and not needed and after_backward(unit, syncs, keeps_graph=False) is Until.NOW
+    def prefetch_later(self, unit: Unit) -> None:
+        """Puts off the gather ahead of a unit that a backward has reached, until room is made."""
+        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetching_later = unit
 
     def came_back(self, unit: Unit) -> None:
         """Gathers ahead, once the unit that a backward has reached is full."""
-        options, prefetches = unit.options, unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        if prefetches:
-            lends = options.gradients_in_place and unit.handle.bulky and self.takes_in_place(unit)
-            if unit.handle.trainable and (len(self._reducing) >= options.most_reducing or lends):
-                self._prefetching_later = unit  # until reductions in flight free their memory
-            else:
-                self._prefetch(unit)
+        prefetches = unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        if unit.handle.trainable and len(self._reducing) >= unit.options.most_reducing:
+            self.prefetch_later(unit)  # reductions in flight hold memory
+        if prefetches and self._prefetching_later is not unit:
+            self._prefetch(unit)
         for act in self._step.plug_ins.expects:
             if self._prefetching_later or not prefetches:
                 act(self._next_to_unshard(unit))
@@ -148,6 +139,11 @@ class Queue:
         return expected if expected is None or expected.options.unshards_in_backward else None
 
     # reductions
+
+    def gradients_come(self, unit: Unit) -> None:
+        """Makes room when a quarter of a unit's gradients have come."""
+        if unit.arrivals.quarter_came and self.busy and not unit.ends_together:
+            self.make_room(unit.options.most_reducing - 1)
 
     def before_gradients(self, unit: Unit, phase: Phase) -> None:
         """Makes room for a unit's gradients; a reduction of the unit must end before more are taken."""

@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Iterable
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import refuse_in_steps
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._params import ParamHandle, ShardedParams
+from fsdp_wrap._params import ShardedParams
 from fsdp_wrap._runtime.unit import Unit
 
 _OUTSIDE = (
@@ -74,16 +73,6 @@ def refuse_alone(unit: Unit) -> None:
         raise RuntimeError(
             f"{unit.name} may be skipped (allow_skipping), so it runs only inside the forward of "
             f"{unit.tied_to.name}, and rank {dist.get_rank()} ran it alone"
-        )
-
-
-def refuse_without_backward(unit: Unit, handle: ParamHandle) -> None:
-    """Refuses a forward after which this rank has no backward to reduce a tied unit's gradients in."""
-    if torch.is_grad_enabled() and handle.trainable and unit.tied_to is not None:
-        raise RuntimeError(
-            f"no output of {unit.tied_to.name} needs a gradient on rank {dist.get_rank()}, where {unit.name} "
-            "may be skipped (allow_skipping) and trains: other ranks would wait for its gradients. Use "
-            "something that trains, or an input that needs a gradient, on all ranks"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from threading import get_ident
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._core import NotIdleError, Phase, Seam, load_watchers
+from fsdp_wrap._core import NotIdleError, Phase, PlugIn, Precedence, Seam, load_watchers
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import Where
 from fsdp_wrap._runtime.order import ExecOrder
@@ -68,7 +68,7 @@ class Schedule(Step):
         """
         if order is not None:
             self.queue.order.restore(order)
-        self._follow_user(self._units)
+        self.follow_user(self._units)
         for unit in self.units:
             self.reshard(unit)
             unit.handle.become_sharded()
@@ -83,7 +83,7 @@ class Schedule(Step):
         """Issues a unit's all-gather; the next iteration reuses its parameters unless they change."""
         handle = unit.handle
         if graph_task() == -1 and not self.depth:
-            self._follow_user([unit])
+            self.follow_user([unit])
             if not handle.is_current:
                 unit.reshard(Phase.IDLE)
                 if handle.where is Where.SHARDED:
@@ -93,7 +93,7 @@ class Schedule(Step):
 
     def show_unsharded(self, unit: Unit) -> None:
         """Shows the modules of a unit its full parameters, until it is resharded or its forward ends."""
-        self._follow_user([unit])
+        self.follow_user([unit])
         unit.unshard(Phase.IDLE)
         unit.prepare_leaves()
         unit.handle.shown.show_leaves()
@@ -142,7 +142,7 @@ class Schedule(Step):
 
     def wait_for(self, event: Any) -> None:
         """Delays the next iteration, or gather by hand, until an event on another stream."""
-        self._event = event
+        self.plug_ins.attach(_AwaitEvent(event))
 
     def reset(self) -> None:
         """Drops all state that a forward or backward left, and gradients that wait for a reduction."""
@@ -194,6 +194,19 @@ class Schedule(Step):
         self.end_failed_backward()
         for act in dict.fromkeys(chain.from_iterable(unit.plug_ins.rests for unit in self._units)):
             act(self)
+
+
+class _AwaitEvent(PlugIn):
+    """Lets the compute stream wait for an event, once, before shards are read."""
+
+    order = Precedence.SETTINGS
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def follows(self, step: Schedule, units: Sequence[Unit]) -> None:
+        step.plug_ins.detach(self)
+        self._event.wait()
 
 
 def schedule_of(unit: Unit) -> Schedule:

@@ -44,7 +44,7 @@ class Stays:
     def begin_iteration(self, unit: Unit) -> None:
         """Frees the full parameters that an earlier iteration has left, or keeps them."""
         handle = unit.handle
-        if handle.stays is Until.BACKWARD:
+        if handle.stays in (Until.BACKWARD, Until.EARLIER):
             self._read_by_earlier.add(unit)
         until = before_iteration(unit)
         if until is Until.NOW:
@@ -102,6 +102,12 @@ class Stays:
             unit.restart()
             unit.reshard(Phase.FORWARD)
         self.waiting = {}
+
+    def begin_backward(self) -> None:
+        """Keeps parameters of earlier forwards for the backward that begins: recomputation reads them."""
+        for unit in self._read_by_earlier:
+            if unit.handle.stays is Until.EARLIER:
+                unit.handle.stay(Until.BACKWARD)
 
     def end_backward(self) -> None:
         """Forgets which units the backward has read, which has ended."""

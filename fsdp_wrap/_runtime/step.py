@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +25,7 @@ from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.double_backward import watched
 from fsdp_wrap._runtime.ends import Done, ends
 from fsdp_wrap._runtime.queue import Queue
-from fsdp_wrap._runtime.refusals import refuse_graph, refuse_without_backward
+from fsdp_wrap._runtime.refusals import refuse_graph
 from fsdp_wrap._runtime.stays import Stays, after_backward
 from fsdp_wrap._runtime.tree import UnitTree
 from fsdp_wrap._runtime.unit import ForwardCall, Unit, hooked_for, refuse_lent
@@ -46,16 +44,13 @@ class Step(UnitTree):
         gradients_came: Whether the running backward, or the last one, has brought gradients of parameters.
         queue: The collectives of its units: those in flight, and those to come.
         stays: Frees or keeps full parameters.
-        transformed: The ends of forward calls in progress inside transforms of `torch.func`.
     """
 
     def __init__(self, root: Unit) -> None:
         self.stays = Stays(root.over_all_meshes)
-        self.transformed: list[ExitStack] = []
         self._backward_open, self.gradients_came, self._end = False, False, _NONE_RUNS
         self._trains, self._keeps_graph = False, False
         self._thread = get_ident()  # that of the last forward
-        self._event: Any = None
         self.queue = Queue(self)
         super().__init__(root)  # last: plug-ins that see a new tree may use all of it
 
@@ -81,12 +76,9 @@ class Step(UnitTree):
                     self.stays.gather_anew((unit, *self.queue.order.coming_in_forward(unit)))
                 self.queue.enter(unit)
                 unit.unshard(Phase.FORWARD)
+                self.queue.entered(unit)
             if handle.follow_requires_grad() or unit.hooked != handle.hookings:
                 self.hook_leaves(unit)
-            if not recompute:
-                self.queue.entered(unit)
-        if unit.buffers.casts:
-            (unit.buffers.show_original if handle.in_full else unit.buffers.show_cast)()
         handle.shown.show_leaves()
         for act in unit.plug_ins.computes:
             act(unit, what)
@@ -111,7 +103,7 @@ class Step(UnitTree):
         for act in self.plug_ins.forward_opens:
             act(self)
         self.queue.order.begin_forward()
-        self._follow_user(self._units)
+        self.follow_user(self._units)
         for unit in self._units:
             handle = unit.handle
             if handle.where is not Where.SHARDED or handle.post_forward_shards is not None:
@@ -124,11 +116,8 @@ class Step(UnitTree):
         for act in self.plug_ins.forward_ready:
             act(self)
 
-    def _follow_user(self, units: Sequence[Unit]) -> None:
-        """Lets the compute stream wait for the event of `wait_for`, before shards are read."""
-        event, self._event = self._event, None
-        if event is not None:
-            event.wait()
+    def follow_user(self, units: Sequence[Unit]) -> None:
+        """Goes on after the user, who may have written to shards of the units."""
         for act in self.plug_ins.follows:
             act(self, units)
 
@@ -159,8 +148,6 @@ class Step(UnitTree):
         for act in unit.plug_ins.sees:
             act(unit, ValueSeam.OUTPUTS, tensors)
         with_grad = [*filter(_REQUIRES_GRAD, tensors)] if torch.is_grad_enabled() else []
-        if unit.tied_to is not None and not with_grad:
-            refuse_without_backward(unit, unit.handle)
         self._hook_outputs(call, inputs, with_grad)
         if graph_task() != -1:
             return  # the backward that recomputes will reshard
@@ -273,15 +260,14 @@ class Step(UnitTree):
         for act in self.plug_ins.backward_opens:
             act(self)
         self.queue.order.begin_backward()
+        self.stays.begin_backward()
         for unit in self._units:
             handle = unit.handle
             if handle.follow_requires_grad():  # other leaves than in the last forward
                 self.hook_leaves(unit)
             if handle.keeps_gradients:
                 handle.forget_zeroed()
-            unit.arrivals.begin(every=self._keeps_graph or unit.options.gradients_in_place)
-            if handle.stays is Until.EARLIER:  # recomputed outer forwards read them
-                handle.stay(Until.BACKWARD)
+            unit.arrivals.begin(every=self._keeps_graph or bool(unit.plug_ins.brings))
 
     @classmethod
     def _gradient_arrived(cls, reference: weakref.ref[Unit], leaf: nn.Parameter) -> None:
@@ -300,11 +286,10 @@ class Step(UnitTree):
                 return
             arrivals.expect_all_but(leaf)
         self.gradients_came = True
-        if unit.options.gradients_in_place and self.queue.takes_in_place(unit):
-            unit.handle.take_in_place(leaf)
+        for act in unit.plug_ins.brings:
+            act(unit, leaf)
         arrivals.go_on()
-        if arrivals.quarter_came and self.queue.busy and not unit.ends_together:
-            self.queue.make_room(unit.options.most_reducing - 1)
+        self.queue.gradients_come(unit)
         self._end_backward_of(unit, last_input=False)
 
     def input_gradient_arrived(

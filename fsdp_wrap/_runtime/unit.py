@@ -22,10 +22,13 @@ from fsdp_wrap._core import (
     WRAPPED_ATTR,
     BackwardPrefetch,
     BufferCasts,
+    Computing,
     InputCasts,
     NoValuesError,
     Phase,
+    PlugIn,
     PlugIns,
+    Precedence,
     SpanKind,
     clean_fqn,
     everywhere,
@@ -36,9 +39,6 @@ from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_ex
 from fsdp_wrap._params import EmptyHandle, ParamHandle, Segment, ShardedParams, Until, Where
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 from fsdp_wrap._runtime.own_gradients import watch_own_gradients
-
-Copies = Sequence[Sequence[torch.Tensor]]
-"""Copies of leaves, by segment."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class UnitOptions:
         most_reducing: Bound of the reductions in flight, this unit's included.
         forward_targets: Units to prefetch in forward; none for the default.
         backward_targets: Units to prefetch in backward; none for the default.
-        gradients_in_place: Whether a gradient may take the memory of its parameter.
         full_in_eval: Whether mixed precision is off while the module is in eval mode.
         travel_together_bytes: Memory for collectives that small units share; None for the device's default.
             The root's value counts.
@@ -79,7 +78,6 @@ class UnitOptions:
     most_reducing: int = 1
     forward_targets: tuple[Unit, ...] = ()
     backward_targets: tuple[Unit, ...] = ()
-    gradients_in_place: bool = False
     full_in_eval: bool = False
     travel_together_bytes: int | None = None
 
@@ -104,6 +102,16 @@ class Doing(Enum):
     REST = "rest"
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class CastBuffers(PlugIn):
+    """Shows the buffers of its unit in the buffer dtype to each forward, or as they are in full precision."""
+
+    order = Precedence.SETTINGS
+
+    def computes(self, unit: Unit, what: Computing) -> None:
+        if what is not Computing.BACKWARD:
+            (unit.buffers.show_original if unit.handle.in_full else unit.buffers.show_cast)()
 
 
 class StepState(ABC):
@@ -194,6 +202,8 @@ class Unit:
         self.tied_to: Unit | None = None
         self.mesh_label, self.follows = mesh_label, bool(mesh_label)
         self.buffers = buffers or BufferCasts((), None)
+        if self.buffers.casts:
+            self.plug_ins.attach(CastBuffers())
         self.fqn = mesh_label
         self.running = self.forwards = 0
         self.nested = False
@@ -204,7 +214,6 @@ class Unit:
         self._told_of_own_gradients, self.hooked = False, -1
         self.all_train = not handle.params
         self.arrivals = Arrivals()
-        self._copies: Copies | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -432,16 +441,6 @@ class Unit:
     def restart(self) -> None:
         """Expects the forwards of all parts again."""
         self._to_run = set(self.parts)
-
-    def show_copies(self, copies: Copies | None) -> Copies | None:
-        """Shows the modules copies of the leaves, or the leaves again; returns the copies shown before."""
-        before, self._copies = self._copies, copies
-        for number, segment in enumerate(self.segments):
-            if copies is None:
-                segment.params.display.leaves.show()
-            else:
-                segment.params.display.show_others(copies[number])
-        return before
 
     def newly_trainable(self) -> list[nn.Parameter]:
         """Returns the leaves that need gradients and are not hooked yet; the caller hooks them."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._building import REGISTRY
-from fsdp_wrap._core import WRAPPED_ATTR
+from fsdp_wrap._core import WRAPPED_ATTR, PlugIn, Precedence
 from fsdp_wrap._runtime import Unit, require_idle, units_in
 
 
@@ -43,7 +45,27 @@ def allow_skipping(module: nn.Module) -> None:
     around = _around(module, units)
     _refuse_shared(units, around)
     require_idle([*units, *around], "allow_skipping()")
+    for unit in units:
+        if unit.tied_to is None:
+            unit.plug_ins.attach(RunsBackward())
     around[0].tie(units)
+
+
+class RunsBackward(PlugIn):
+    """Refuses a forward after which this rank has no backward to reduce a tied unit's gradients in."""
+
+    order = Precedence.CHECKS
+    copied = True
+
+    def ran(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
+        if not torch.is_grad_enabled() or any([output.requires_grad for output in outputs]):
+            return
+        if unit.handle.trainable and unit.tied_to is not None:
+            raise RuntimeError(
+                f"no output of {unit.tied_to.name} needs a gradient on rank {dist.get_rank()}, where "
+                f"{unit.name} may be skipped (allow_skipping) and trains: other ranks would wait for its "
+                "gradients. Use something that trains, or an input that needs a gradient, on all ranks"
+            )
 
 
 def _around(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:

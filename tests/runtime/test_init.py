@@ -16,7 +16,7 @@ from bed.memory import Peak, only_new_objects, settled_bytes
 from bed.references import count_collectives
 from fronts import assert_tensors
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap._runtime import materialize as _materialize
+from fsdp_wrap._building import materialize as _materialize
 from fsdp_wrap.wrap import ModuleWrapPolicy, always_wrap_policy
 from models import gather_objects
 

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from fsdp_wrap._core.plug_ins.kinds import Computing, Phase, SpanKind, ValueSeam
 
@@ -269,6 +270,9 @@ class PlugIn:
         It may raise.
         """
 
+    def brings(self, unit: Any, leaf: nn.Parameter) -> None:
+        """A backward has brought a leaf a gradient, the only one or the first."""
+
     def backward_over(self, unit: Any, phase: Phase) -> None:
         """A unit's backward is over: several times for some backwards, never for failed ones."""
 
@@ -391,6 +395,7 @@ class PlugIns:
     reduces: Moment
     awaits_reduction: Moment
     reduced: Moment
+    brings: Moment
     backward_over: Moment
     span_begins: Moment
     span_ends: Moment

@@ -21,6 +21,7 @@ from fsdp_wrap._comm import Pending, lane_of, make_communicator, reduce_scatter_
 from fsdp_wrap._core import OtherCommsError, Seam
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap._state.gradients.in_place import GradientsInPlace
 
 _TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
@@ -336,4 +337,7 @@ def set_gradients_in_place(module: nn.Module, enabled: bool = True) -> None:
         refuse_unsharded(module, "set_gradients_in_place()")
     require_idle(units, "set_gradients_in_place()")
     for unit in units:
-        unit.set(gradients_in_place=enabled)
+        for plug_in in [plug_in for plug_in in unit.plug_ins.own if isinstance(plug_in, GradientsInPlace)]:
+            unit.plug_ins.detach(plug_in)
+        if enabled:
+            unit.plug_ins.attach(GradientsInPlace())

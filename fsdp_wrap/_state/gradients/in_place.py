@@ -1,0 +1,40 @@
+"""`GradientsInPlace`: gradients take the place of their full parameters, which saves memory in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fsdp_wrap._core import Computing, PlugIn, Precedence
+from fsdp_wrap._params import Until, Where
+from fsdp_wrap._runtime import Schedule, Unit, after_backward, schedule_of
+
+
+class GradientsInPlace(PlugIn):
+    """Moves each gradient of its unit into the memory of its parameter, where nothing needs that any more."""
+
+    order = Precedence.SETTINGS
+    copied = True
+
+    def enters(self, unit: Unit, what: Computing) -> None:
+        """Ends reductions in flight: memory counts more than overlap with the first gradients."""
+        queue = schedule_of(unit).queue
+        if what is Computing.BACKWARD and unit.handle.sizeable and queue.busy:
+            queue.make_room(unit.options.most_reducing - 1)
+
+    def computes(self, unit: Unit, what: Computing) -> None:
+        """Puts off the next gather until gradients have taken the place of the parameters."""
+        schedule = schedule_of(unit)
+        if what is Computing.BACKWARD and unit.handle.bulky and _nothing_needs(schedule, unit):
+            schedule.queue.prefetch_later(unit)
+
+    def brings(self, unit: Unit, leaf: nn.Parameter) -> None:
+        if _nothing_needs(schedule_of(unit), unit):
+            unit.handle.take_in_place(leaf)
+
+
+def _nothing_needs(schedule: Schedule, unit: Unit) -> bool:
+    """Returns whether the unit's parameters are freed, and its gradients reduced, when its backward ends."""
+    needed = unit.running or unit.arrivals.needed_to_end or unit.handle.where is not Where.FULL
+    reduced = schedule.syncs and unit.options.syncs and not torch.is_grad_enabled()  # no create_graph
+    return reduced and not needed and after_backward(unit, schedule.syncs, keeps_graph=False) is Until.NOW
