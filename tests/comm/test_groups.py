@@ -28,10 +28,10 @@ from forks import run_forks
 from fronts import HYBRID, assert_same_values, either_front, full_state, shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
 from fsdp_wrap import ShardingStrategy
+from fsdp_wrap._building import build
 from fsdp_wrap._comm import select as _communicators
 from fsdp_wrap._comm.groups import Ranks, twin_of
 from fsdp_wrap._comm.process_group import GroupCommunicator
-from fsdp_wrap._runtime import build
 from fsdp_wrap.distributed_state_dict import StateDictOptions, set_model_state_dict
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from models import gather_objects

@@ -67,6 +67,13 @@ ADD_ONS = {
         "fsdp_wrap.reproducible",
         "AttributeError: module 'fsdp_wrap' has no attribute 'reproducible'",
     ),
+    "transforms": AddOn(
+        ["_transforms.py"],
+        ["runtime/test_second_order.py", "generated/"],
+        "torch.distributed.init_process_group('fake', rank=0, world_size=2); "
+        "model = fsdp_wrap.fully_shard(torch.nn.Linear(4, 4)); torch.func.vmap(model)(torch.ones(2, 4))",
+        "MissingAddOn: torch.func needs the add-on for transforms of torch.func",
+    ),
     "recorded values": AddOn(
         ["_values/"],
         ["values/"],
