@@ -47,6 +47,7 @@ FOLDERS = {
     "_batching": ("collectives of small units", RUNTIME),
     "_custom_comms": ("users' collectives and hooks", RUNTIME),
     "_checks": ("mistakes that show in a step", RUNTIME),
+    "_by_hand": ("what is asked between moments", RUNTIME),
     "_building": ("modules become units", RUNTIME),
     "_runtime": ("when each unit does what", RUNTIME),
     "_params": ("how parameters lie in buffers", PARAMETERS),

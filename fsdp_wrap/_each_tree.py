@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_wrap._batching import Batching
-from fsdp_wrap._checks import OrderCheck, StepChecks, StepNotes, UserEdits
+from fsdp_wrap._checks import ErrorNames, OrderCheck, StepChecks, StepNotes, UserEdits
 from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import PlugIn, everywhere
 from fsdp_wrap._full_in_eval import FullInEval
@@ -16,7 +16,7 @@ class _EachTree(PlugIn):
     def made(self, step: Any) -> None:
         units, accelerator = step.units, accelerator_of(step.device)
         step.plug_ins.attach(Batching())
-        for check in (UserEdits(), StepNotes(step.tree), OrderCheck(), StepChecks(step)):
+        for check in (ErrorNames(), UserEdits(), StepNotes(step.tree), OrderCheck(), StepChecks(step)):
             step.plug_ins.attach(check)
         if any(unit.options.full_in_eval for unit in units):
             step.plug_ins.attach(FullInEval())

@@ -11,17 +11,29 @@ from torch import nn
 
 from fsdp_wrap._attributes import telling
 from fsdp_wrap._building import refuse_sharing
+from fsdp_wrap._by_hand import (
+    await_reduction,
+    end_failed_backward,
+    finalize,
+    refuse_steps_between_sums,
+    require_between_backwards,
+    require_idle,
+    reset,
+    reshard,
+    show_unsharded,
+    unshard,
+    wait_for,
+)
 from fsdp_wrap._checks import converted, refuse_replaced, require_root
 from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
 from fsdp_wrap._custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
 from fsdp_wrap._params import Layout, ParamHandle, Where, make_copyable
 from fsdp_wrap._runtime import (
-    Schedule,
+    Step,
     Unit,
     handles_of,
-    refuse_steps_between_sums,
     run_forward,
-    schedule_of,
+    step_of,
     units_in,
 )
 from fsdp_wrap._state import deepcopy_wrapper, load_side_data, note_load, shortened, sides_in
@@ -64,8 +76,8 @@ class FSDPModule(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields names and parameters; first ends a backward that raised, so that they are sharded."""
         unit: Unit | None = self.__dict__.get(UNIT_ATTR)
-        if unit is not None and unit.schedule is not None:
-            schedule_of(unit).end_failed_backward()
+        if unit is not None and unit.step is not None:
+            end_failed_backward(step_of(unit))
         return super().named_parameters(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -81,7 +93,7 @@ class FSDPModule(nn.Module):
         """
         units = _unit_of(self).over_all_meshes
         for unit in units:
-            schedule_of(unit).unshard(unit)
+            unshard(unit)
         handle = _IssuedUnshard(units[0])
         if async_op:
             return handle
@@ -91,7 +103,7 @@ class FSDPModule(nn.Module):
     def reshard(self) -> None:
         """Frees this unit's full parameters; the modules show the sharded parameters."""
         for unit in _unit_of(self).over_all_meshes:
-            schedule_of(unit).reshard(unit)
+            reshard(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether full parameters are freed between forward and backward, also of the root.
@@ -172,7 +184,7 @@ class FSDPModule(nn.Module):
         Args:
             event: The event to wait for, once.
         """
-        self.__schedule.wait_for(event)
+        wait_for(self.__schedule, event)
 
     # gradients
 
@@ -225,10 +237,10 @@ class FSDPModule(nn.Module):
         """
         require_root(_unit_of(self), "finalize_backward()")
         schedule = self.__schedule
-        schedule.finalize()
+        finalize(schedule)
         if async_op:
             return _IssuedReduction(schedule)
-        schedule.await_reduction()
+        await_reduction(schedule)
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -259,8 +271,8 @@ class FSDPModule(nn.Module):
             NotIdleError: Inside a backward.
         """
         unit = _unit_of(self)
-        if unit.schedule is not None:
-            schedule_of(unit).require_between_backwards("set_requires_all_reduce()")
+        if unit.step is not None:
+            require_between_backwards(step_of(unit), "set_requires_all_reduce()")
         if not requires_all_reduce:
             refuse_steps_between_sums(self.__units(recurse))
         self.__set(recurse, sums_over_replicas=requires_all_reduce)
@@ -339,7 +351,7 @@ class FSDPModule(nn.Module):
         self.__use_comms(reduce_scatter=comm)
 
     def __use_comms(self, **comms: Any) -> None:
-        self.__schedule.require_idle("setting a custom collective")
+        require_idle([self.__schedule.root], "setting a custom collective")
         for unit in _unit_of(self).over_all_meshes:
             if unit.params:
                 use_comms(unit.handle, unit.name, **comms)
@@ -356,7 +368,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If a custom collective or `set_symm_mem_for_comm` allocates the buffers, inside a
                 forward or backward, or while gradients wait for a reduction.
         """
-        self.__schedule.require_idle("choosing the memory for communication")
+        require_idle([self.__schedule.root], "choosing the memory for communication")
         for unit in _unit_of(self).over_all_meshes:
             allocate_by_group(unit, enable)
 
@@ -373,7 +385,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If a custom collective or the process group's allocator allocates the buffers,
                 inside a forward or backward, or while gradients wait for a reduction.
         """
-        self.__schedule.require_idle("choosing the memory for communication")
+        require_idle([self.__schedule.root], "choosing the memory for communication")
         for unit in _unit_of(self).over_all_meshes:
             allocate_symmetric(unit, backend)
 
@@ -387,7 +399,7 @@ class FSDPModule(nn.Module):
             enable: Whether they are.
             recurse: Also set it for the units below.
         """
-        self.__schedule.require_idle("choosing the process group of reductions")
+        require_idle([self.__schedule.root], "choosing the process group of reductions")
         for unit in self.__units(recurse):
             unit.handle.communicator.reduce_apart(enable)
             unit.set(reduces_apart=enable)
@@ -440,7 +452,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If another unit encloses this one.
         """
         require_root(_unit_of(self), "reset_iter_state()")
-        self.__schedule.reset()
+        reset(self.__schedule)
 
     # conversions, copies, state dicts
 
@@ -533,8 +545,8 @@ class FSDPModule(nn.Module):
     # common helpers; names that a user's module, whose class this joins, cannot have as well
 
     @property
-    def __schedule(self) -> Schedule:
-        return schedule_of(_unit_of(self))
+    def __schedule(self) -> Step:
+        return step_of(_unit_of(self))
 
     def __units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
@@ -571,14 +583,14 @@ class GradientReductionHandle:
 
 
 class _IssuedReduction(GradientReductionHandle):
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule: Schedule | None = schedule
+    def __init__(self, schedule: Step) -> None:
+        self._schedule: Step | None = schedule
         self._issued = schedule.ending.issue()
 
     def wait(self) -> None:
         if self._schedule is not None:
             self._schedule.ending.require_issued(self._issued)
-            self._schedule.await_reduction()
+            await_reduction(self._schedule)
             self._schedule = None
 
 
@@ -596,7 +608,7 @@ class _IssuedUnshard(UnshardHandle):
     def wait(self) -> None:
         unit, self._unit = self._unit, None
         for member in () if unit is None else unit.over_all_meshes:
-            schedule_of(member).show_unsharded(member)
+            show_unsharded(member)
 
 
 def run_as_unit(module: nn.Module, unit: Unit, kind: type[FSDPModule]) -> None:

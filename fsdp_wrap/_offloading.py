@@ -65,7 +65,7 @@ class Offloading(PlugIn):
 
     def computed(self, unit: Any, what: Computing) -> None:
         """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
-        if what is Computing.FORWARD and not unit.schedule.depth:
+        if what is Computing.FORWARD and not unit.step.depth:
             self._recall()
             if any(copier.lends for other in self._units for copier in other.handle.from_host):
                 self._await_copies()

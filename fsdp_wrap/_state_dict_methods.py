@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import calling
 from fsdp_wrap._core import (
     OptimStateDictConfig,
@@ -25,7 +26,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import IncompatibleKeys
-from fsdp_wrap._runtime import Unit, schedule_of, units_in
+from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._settings import resolve_settings
 from fsdp_wrap._state import (
     Targets,
@@ -178,7 +179,7 @@ class StateDictMethods(nn.Module):
         with ExitStack() as opened:
             call, outermost = opened.enter_context(taking(destination, self, prefix, wanted))
             if outermost:
-                schedule_of(self._unit).require_idle("state_dict()")
+                require_idle([self._unit], "state_dict()")
                 # Refuses replaced parameters, before any communication.
                 handles = sharded_handles(units_in(self).values())
                 asked = [handle.communicator.positions for handle in handles if gathers(settings)]
@@ -222,7 +223,7 @@ class StateDictMethods(nn.Module):
             )
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must map names to tensors, and is a {type(state_dict).__name__}")
-        schedule_of(self._unit).require_idle("load_state_dict()")
+        require_idle([self._unit], "load_state_dict()")
         targets, kind = Targets(self), self._state_dict_settings.state_dict_type
         if targets.load(state_dict, pieces=kind is not StateDictType.FULL_STATE_DICT):
             return IncompatibleKeys([], [])

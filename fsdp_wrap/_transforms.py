@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._by_hand import reshard
 from fsdp_wrap._core.torch_private import graph_task, outside_transforms
-from fsdp_wrap._runtime import ForwardCall, Schedule, Unit, inside_transforms, schedule_of
+from fsdp_wrap._runtime import ForwardCall, Step, Unit, inside_transforms, step_of
 
 _Copies = Sequence[Sequence[torch.Tensor]]
 """Copies of leaves, by segment."""
 
-_running: WeakKeyDictionary[Schedule, list[ExitStack]] = WeakKeyDictionary()
+_running: WeakKeyDictionary[Step, list[ExitStack]] = WeakKeyDictionary()
 """What ends the forward calls in progress, by the tree of the unit that was called."""
 
 _shown: WeakKeyDictionary[Unit, _Copies] = WeakKeyDictionary()
@@ -35,13 +36,13 @@ def run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Call
 
     A unit that does not reshard after its forward ends with the outermost one: modules around it may use it.
     """
-    running, undo = _running.setdefault(schedule_of(units[-1]), []), ExitStack()
+    running, undo = _running.setdefault(step_of(units[-1]), []), ExitStack()
     running.append(undo)
     computed_with: list[tuple[Unit, _Copies]] = []
     try:
         with outside_transforms():
             for unit in units:
-                schedule = schedule_of(unit)
+                schedule = step_of(unit)
                 undo.callback(_exit, schedule, schedule.before_forward(unit, part))
                 copies: _Copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.segments]
                 computed_with.append((unit, copies))
@@ -72,10 +73,10 @@ def _show(unit: Unit, copies: _Copies | None) -> _Copies | None:
     return before
 
 
-def _exit(schedule: Schedule, call: ForwardCall) -> None:
+def _exit(schedule: Step, call: ForwardCall) -> None:
     schedule.exit_forward(call)
     if graph_task() == -1:  # a recomputation is resharded by its backward
-        schedule.reshard(call.unit)
+        reshard(call.unit)
 
 
 def _refuse_written(unit: Unit, copies: _Copies) -> None:

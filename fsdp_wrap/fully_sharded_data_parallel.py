@@ -25,6 +25,7 @@ from fsdp_wrap._building import (
     check_contents,
     warn_of_container,
 )
+from fsdp_wrap._by_hand import end_failed_backward, joins, no_sync, require_idle
 from fsdp_wrap._checks import converted, require_root
 from fsdp_wrap._comm import ShardMesh, resolve_device
 from fsdp_wrap._core import (
@@ -56,7 +57,7 @@ from fsdp_wrap._core import (
     tells_keywords,
 )
 from fsdp_wrap._params import Where
-from fsdp_wrap._runtime import Unit, joins, require_idle, run_forward, schedule_of, units_in
+from fsdp_wrap._runtime import Unit, run_forward, step_of, units_in
 from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored, resolve_settings
 from fsdp_wrap._state import (
     deepcopy_wrapper,
@@ -298,7 +299,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             communicator.way for communicator in (handle.communicator, handle.replicas) if communicator.way
         ]
         way = f", through {ways[0]}" if ways else ""
-        others = schedule_of(self._unit).queue.gathered_with(self._unit) if self._unit.schedule else []
+        others = step_of(self._unit).queue.gathered_with(self._unit) if self._unit.step else []
         if others:
             way += f", gathered with {listed(map(repr, others), 3)}"
         held = ", ".join(segment.describe() for segment in handle.segments)
@@ -309,7 +310,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
 
     def check_is_root(self) -> bool:
         """Returns whether this instance is the root of its tree, as is known after the first forward."""
-        return schedule_of(self._unit).root is self._unit
+        return step_of(self._unit).root is self._unit
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -395,7 +396,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         """
         require_root(self._unit, "no_sync()")
         check_flag("reduce_within_copy", reduce_within_copy)
-        return schedule_of(self._unit).no_sync(reduce_within_copy)
+        return no_sync(step_of(self._unit), reduce_within_copy)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Sets for this unit alone whether its full parameters are freed between forward and backward.
@@ -468,8 +469,8 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields names and parameters; inside `summon_full_params` names carry no wrapper prefixes."""
-        if self._unit.schedule is not None:
-            schedule_of(self._unit).end_failed_backward()
+        if self._unit.step is not None:
+            end_failed_backward(step_of(self._unit))
         return self._cleaned_if_summoned(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -592,7 +593,7 @@ def _check_conversion(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) ->
         before = segment.params.flat_param.dtype
         if after == before:
             continue
-        schedule_of(unit).require_idle("a conversion to another dtype")
+        require_idle([unit], "a conversion to another dtype")
         if is_summoned(unit) or segment.gradients.accumulated:
             state = "shown in full" if is_summoned(unit) else "waiting for gradients left by no_sync"
             raise RuntimeError(

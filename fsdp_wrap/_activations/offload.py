@@ -14,12 +14,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_wrap._activations.storages import Bundle, CopiesToHost, SavedStorage
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import refuse_unsharded
 from fsdp_wrap._comm import Accelerator, accelerator_of
 from fsdp_wrap._core import Computing, PlugIn, Precedence, everywhere, warn_caller
 from fsdp_wrap._core.torch_private import graph_task, top_saved_tensors_hooks
 from fsdp_wrap._params import to_local
-from fsdp_wrap._runtime import Unit, require_idle, schedule_of, units_in
+from fsdp_wrap._runtime import Unit, step_of, units_in
 
 _LEAST = 1 << 20
 
@@ -86,7 +87,7 @@ def offload_activations(
     chosen = distinct if units is None else [by_name[name] for name in units]
     by_device: dict[torch.device, list[Unit]] = {}
     for unit in distinct:
-        by_device.setdefault(schedule_of(unit).device, []).append(unit)
+        by_device.setdefault(step_of(unit).device, []).append(unit)
     savers = [
         _Saver(accelerator, device, of_device, chosen, keep, min_bytes)
         for device, of_device in by_device.items()

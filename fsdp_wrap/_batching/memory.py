@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_wrap._batching.queue import BatchingQueue
 from fsdp_wrap._core import UNIT_ATTR, PlugIn, Precedence, check_nbytes
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._runtime import Queue, Schedule, Unit
+from fsdp_wrap._runtime import Queue, Step, Unit
 
 _ON_CPU = 2 << 20
 """Default memory for batches of collectives, in bytes."""
@@ -47,18 +47,18 @@ class Batching(PlugIn):
     def __init__(self) -> None:
         self._nbytes: int | None = -1  # nothing yet
 
-    def follows(self, step: Schedule, units: Sequence[Unit]) -> None:
+    def follows(self, step: Step, units: Sequence[Unit]) -> None:
         if not step.depth and graph_task() == -1:
             self.follow_setting(step)
 
-    def follow_setting(self, step: Schedule) -> None:
+    def follow_setting(self, step: Step) -> None:
         """Makes the tree's queue anew if its root has other memory than before."""
         asked = step.root.options.travel_together_bytes
         if asked != self._nbytes:
             self._nbytes = asked
             nbytes = _default_on(step.device) if asked is None else asked
             batches = nbytes > 1
-            step.go_on_with(BatchingQueue(step, step.queue, nbytes) if batches else Queue(step, step.queue))
+            step.queue = BatchingQueue(step, step.queue, nbytes) if batches else Queue(step, step.queue)
 
 
 def _default_on(device: torch.device) -> int:
@@ -66,7 +66,7 @@ def _default_on(device: torch.device) -> int:
     return _ON_CPU if device.type == "cpu" else 0
 
 
-def follow_setting(schedule: Schedule) -> None:
+def follow_setting(schedule: Step) -> None:
     """Lets a tree have the memory for batches that its root has, now and not at the next forward."""
     for plug_in in schedule.plug_ins.attached:
         if isinstance(plug_in, Batching):

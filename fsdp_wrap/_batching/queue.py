@@ -24,7 +24,7 @@ from fsdp_wrap._core import (
     SpanKind,
 )
 from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle, Segment, Where
-from fsdp_wrap._runtime import Queue, Reducing, Schedule, Unit
+from fsdp_wrap._runtime import Queue, Reducing, Step, Unit
 
 _REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
 
@@ -38,7 +38,7 @@ class BatchingQueue(Queue):
         nbytes: Memory for batches: half of it for parameters, half for gradients.
     """
 
-    def __init__(self, step: Schedule, before: Queue, nbytes: int) -> None:
+    def __init__(self, step: Step, before: Queue, nbytes: int) -> None:
         super().__init__(step, before)
         self._ranks = step.ranks
         self._most = nbytes // 2  # bytes of a batch, and so of each unit in it

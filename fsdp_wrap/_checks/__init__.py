@@ -8,16 +8,19 @@ Must never know: when units run, and which front-end made them.
 
 from fsdp_wrap._checks.calls import converted, refuse_replaced, refuse_unsharded, require_root
 from fsdp_wrap._checks.edits import UserEdits
+from fsdp_wrap._checks.errors import ErrorNames, out_of_memory
 from fsdp_wrap._checks.notes import StepNotes
 from fsdp_wrap._checks.order import OrderCheck
 from fsdp_wrap._checks.steps import StepChecks, scaling_gradients
 
 __all__ = [
+    "ErrorNames",
     "OrderCheck",
     "StepChecks",
     "StepNotes",
     "UserEdits",
     "converted",
+    "out_of_memory",
     "refuse_replaced",
     "refuse_unsharded",
     "require_root",

@@ -24,7 +24,7 @@ from fsdp_wrap._comm import GroupPositions
 from fsdp_wrap._core import PlugIn, Precedence, before_steps
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import FlatPiece
-from fsdp_wrap._runtime import Schedule, Unit, handles_of, schedule_of
+from fsdp_wrap._runtime import Step, Unit, handles_of, step_of
 
 _FACTORS, _GRADIENTS, _SUBJECTS = 0, 1, 2
 _LOOKS = 2  # times that a remark is compared, until all present ranks have made it
@@ -62,7 +62,7 @@ class StepChecks(PlugIn):
 
     order = Precedence.CHECKS
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Step) -> None:
         self._schedule = weakref.ref(schedule)
         self._tree, self._units = schedule.tree, schedule.units
         self.parts: ScaledParts | None = None
@@ -237,7 +237,7 @@ before_steps.append(_before_step)
 @contextmanager
 def scaling_gradients(units: Iterable[Unit]) -> Iterator[None]:
     """Scales gradients of units while the context is open, by a factor that all ranks have agreed on."""
-    schedules = dict.fromkeys(map(schedule_of, units))
+    schedules = dict.fromkeys(map(step_of, units))
     attached = chain.from_iterable(schedule.plug_ins.attached for schedule in schedules)
     trees = [plug_in for plug_in in attached if isinstance(plug_in, StepChecks)]
     unedited = [checks.parts for checks in trees if checks.parts is not None and not checks.edited]

@@ -12,12 +12,13 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import refuse_unsharded
 from fsdp_wrap._comm import Buffer, Pending, Then
 from fsdp_wrap._compression.codecs import CODECS, Codec, ExactTail
 from fsdp_wrap._core import is_castable
 from fsdp_wrap._params import ParamHandle, holds_codes
-from fsdp_wrap._runtime import handles_of, require_idle, units_in
+from fsdp_wrap._runtime import handles_of, units_in
 from fsdp_wrap._state import compression
 
 _FEWEST = 1024

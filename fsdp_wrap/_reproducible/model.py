@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import refuse_unsharded, require_root
 from fsdp_wrap._core import check_flag, check_kind
 from fsdp_wrap._params import ParamHandle
@@ -22,7 +23,7 @@ from fsdp_wrap._reproducible.refusals import (
     warn_of_kernels,
 )
 from fsdp_wrap._reproducible.steps import CountedSteps
-from fsdp_wrap._runtime import Schedule, Unit, schedule_of, units_in
+from fsdp_wrap._runtime import Step, Unit, step_of, units_in
 
 
 class Reproducible:
@@ -34,7 +35,7 @@ class Reproducible:
     """
 
     def __init__(
-        self, schedules: Sequence[Schedule], indices: range, micro_batches: int, seed: int, average: bool
+        self, schedules: Sequence[Step], indices: range, micro_batches: int, seed: int, average: bool
     ) -> None:
         self.indices, self.micro_batch_count = indices, micro_batches
         self._seed = seed
@@ -132,7 +133,7 @@ def reproducible(
     if not units:
         refuse_unsharded(model, "reproducible()")
     require_root(units[0], "reproducible()")
-    schedules = [*dict.fromkeys(map(schedule_of, units))]
+    schedules = [*dict.fromkeys(map(step_of, units))]
     handles = [(unit, unit.handle) for unit in units if unit.params]
     _refuse(model, schedules, handles)
     ranks, rank = _place(handles)
@@ -149,13 +150,11 @@ def reproducible(
     )
 
 
-def _refuse(
-    model: nn.Module, schedules: Iterable[Schedule], handles: Iterable[tuple[Unit, ParamHandle]]
-) -> None:
+def _refuse(model: nn.Module, schedules: Iterable[Step], handles: Iterable[tuple[Unit, ParamHandle]]) -> None:
     """Refuses what cannot be the same at any number of ranks."""
     for schedule in schedules:
         refuse_aligned(schedule)
-        schedule.require_idle("reproducible()")
+        require_idle([schedule.root], "reproducible()")
     for unit, handle in handles:
         refuse_others_sums(unit, handle)
         if handle.accumulates:

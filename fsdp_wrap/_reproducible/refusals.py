@@ -13,7 +13,7 @@ from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import NormBase
 from fsdp_wrap._custom_comms import hook_of
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._runtime import Step, Unit
 
 _ELEMENTWISE = {
     *("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
@@ -69,7 +69,7 @@ def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
         )
 
 
-def refuse_aligned(schedule: Schedule) -> None:
+def refuse_aligned(schedule: Step) -> None:
     """Refuses a model in `uneven` or `Join`, or one that is reproducible already."""
     if schedule.plug_ins.align:
         raise RuntimeError(
@@ -89,7 +89,7 @@ def refuse_unowned(module: nn.Module, owned: Iterable[nn.Parameter]) -> None:
             )
 
 
-def warn_of_kernels(schedules: Sequence[Schedule]) -> None:
+def warn_of_kernels(schedules: Sequence[Step]) -> None:
     """Warns of an accelerator whose kernels may not be deterministic."""
     if any(accelerator_of(schedule.device) is not None for schedule in schedules):
         if not torch.are_deterministic_algorithms_enabled():

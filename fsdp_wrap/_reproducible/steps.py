@@ -22,7 +22,7 @@ from fsdp_wrap._reproducible.refusals import (
     too_few,
 )
 from fsdp_wrap._reproducible.sums import TreeSums
-from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._runtime import Step, Unit
 from fsdp_wrap._state import exact_powers
 
 
@@ -42,7 +42,7 @@ class CountedSteps(PlugIn):
     order = Precedence.RANKS
     aligns = True
 
-    def __init__(self, schedule: Schedule, micro_batches: int, average: bool) -> None:
+    def __init__(self, schedule: Step, micro_batches: int, average: bool) -> None:
         self._schedule = schedule
         self._norms = norms_over_batches(schedule.root.module)
         self.done = self.backwards = 0
@@ -93,7 +93,7 @@ class CountedSteps(PlugIn):
 
     # moments
 
-    def forward_begins(self, step: Schedule) -> None:
+    def forward_begins(self, step: Step) -> None:
         """Refuses what has been chosen since; ends a step whose backward has failed."""
         if self._open:
             self._drop()
@@ -101,7 +101,7 @@ class CountedSteps(PlugIn):
         for unit in self._sums:
             refuse_others_sums(unit, unit.handle)
 
-    def backward_begins(self, step: Schedule) -> None:
+    def backward_begins(self, step: Step) -> None:
         """Begins one of this rank's micro-batches."""
         if self._open:
             self._drop()
@@ -114,7 +114,7 @@ class CountedSteps(PlugIn):
         self._open = True
         step.sum_in_backward(True, True)
 
-    def backward_ends(self, step: Schedule) -> None:
+    def backward_ends(self, step: Step) -> None:
         """Counts one of this rank's micro-batches; after the last one of a step all reductions are awaited.
 
         A backward counts if it adds to a parameter. Those for inputs alone leave all as it is.
@@ -125,7 +125,7 @@ class CountedSteps(PlugIn):
             if self.done == self._each:
                 step.ending.complete()
 
-    def backward_ended(self, step: Schedule) -> None:
+    def backward_ended(self, step: Step) -> None:
         """Hands over the sums of a complete step."""
         if step.gradients_came and self.done == self._each:
             for unit, sums in self._sums.items():

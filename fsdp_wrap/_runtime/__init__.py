@@ -9,17 +9,9 @@ from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.forward import inside_transforms, prepared_inputs, run_forward
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue, Reducing
-from fsdp_wrap._runtime.refusals import refuse_steps_between_sums
 from fsdp_wrap._runtime.same_model import ranks_of
-from fsdp_wrap._runtime.schedule import (
-    Schedule,
-    joins,
-    note_change,
-    require_idle,
-    schedule_of,
-)
 from fsdp_wrap._runtime.stays import after_backward
-from fsdp_wrap._runtime.tree import out_of_memory
+from fsdp_wrap._runtime.step import Step, step_of
 from fsdp_wrap._runtime.unit import (
     Doing,
     ForwardCall,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._runtime.unit import Unit
@@ -68,29 +68,6 @@ class BackwardEnd:
         self._began_manual, self._issued, self._completes = None, None, False
 
     # by hand
-
-    def check(self, root: Unit, units: Iterable[Unit], in_backward: bool) -> None:
-        """Refuses a `finalize_backward` that is too early or would leave sums over replicas incomplete."""
-        self.require_waited("finalize_backward()")
-        if not self.manual:
-            raise RuntimeError(
-                f"the backwards of {root.name} end by themselves; to end them by finalize_backward(), call "
-                "set_manual_backward_finalization(True) before the forward"
-            )
-        if in_backward:
-            raise RuntimeError(
-                "finalize_backward() was called inside a backward, or after one that raised; call it after "
-                "backward(), or reset_iter_state()"
-            )
-        for unit in units:
-            handle = unit.handle
-            if not unit.defers:
-                continue
-            if handle.keeps_partial or (handle.holds_gradients and unit.options.syncs):
-                raise RuntimeError(
-                    f"gradients of {unit.name} are summed over a part of the ranks only; call "
-                    "set_requires_all_reduce(True) before the last backward that finalize_backward() ends"
-                )
 
     def issue(self) -> object:
         """Returns a token of this end, by which the caller waits later (`require_issued`)."""

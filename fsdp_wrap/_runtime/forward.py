@@ -24,7 +24,7 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.refusals import refuse_alone
-from fsdp_wrap._runtime.schedule import Schedule, schedule_of
+from fsdp_wrap._runtime.step import Step, step_of
 from fsdp_wrap._runtime.unit import ForwardCall, Unit, handles_of
 
 inside_transforms: Seam[Callable[[Sequence[Unit], nn.Module | None, Callable[[], Any]], Any]] = Seam(
@@ -51,11 +51,11 @@ def run_forward(
             return compute(*args, **kwargs)
         finally:
             unit.buffers.release()
-    own = unit.schedule or schedule_of(unit)
-    assert isinstance(own, Schedule)
+    own = unit.step or step_of(unit)
+    assert isinstance(own, Step)
     outermost = own.depth == 0
     replaced: Replaced = []
-    calls: list[tuple[Schedule, ForwardCall, list[Node]]] = []
+    calls: list[tuple[Step, ForwardCall, list[Node]]] = []
     try:
         if unit.tied_to is not None:
             refuse_alone(unit)
@@ -64,8 +64,8 @@ def run_forward(
             within = partial(_compute, unit, outermost, compute, args, kwargs, replaced)
             return inside_transforms.needed("torch.func")([*unit.companions, unit], part, within)
         for runs in (*unit.companions, unit):
-            schedule = runs.schedule or schedule_of(runs)
-            assert isinstance(schedule, Schedule)
+            schedule = runs.step or step_of(runs)
+            assert isinstance(schedule, Step)
             calls.append((schedule, schedule.before_forward(runs, part), []))
         returned = None
         if unit.casts is not NO_CASTS or own.device.type != "cpu":
@@ -113,7 +113,7 @@ def _compute(
 
 def _prepared(unit: Unit, outermost: bool, args: Any, kwargs: Any, replaced: Replaced | None) -> Any:
     """Returns the dtype to cast outputs to, or None, and the inputs: cast, and moved if `outermost`."""
-    schedule, casts = schedule_of(unit), unit.casts
+    schedule, casts = step_of(unit), unit.casts
     device = schedule.device
     if outermost and device.type != "cpu":  # inputs may be on another device
         args, kwargs = map_tensors(
@@ -128,12 +128,12 @@ def _prepared(unit: Unit, outermost: bool, args: Any, kwargs: Any, replaced: Rep
 
 def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the inputs, moved and cast as for a forward of the unit."""
-    _, args, kwargs = _prepared(unit, schedule_of(unit).depth == 0, args, kwargs, None)
+    _, args, kwargs = _prepared(unit, step_of(unit).depth == 0, args, kwargs, None)
     return args, kwargs
 
 
 def _watched_inputs(
-    schedule: Schedule, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced
+    schedule: Step, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced
 ) -> Any:
     """Replaces inputs that need gradients by views, whose hooks tell when the gradients are done.
 
@@ -193,7 +193,7 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
     return output, list(iter_tensors(output))
 
 
-def _end_outermost(schedule: Schedule, output: Any) -> Any:
+def _end_outermost(schedule: Step, output: Any) -> Any:
     """Ends forward calls that wait for the outermost forward; returns its output without parameters."""
     if graph_task() != -1:
         return output

@@ -108,19 +108,19 @@ class SameModel(PlugIn):
     # moments
 
     def needs(self, unit: Unit, phase: Phase) -> None:
-        assert unit.schedule is not None
-        self._logs[unit].enter(unit.schedule.iteration, phase.index)
+        assert unit.step is not None
+        self._logs[unit].enter(unit.step.iteration, phase.index)
 
     def to_gather(self, units: tuple[Unit, ...], phase: Phase) -> None:
         unit = units[0]
-        assert unit.schedule is not None
+        assert unit.step is not None
         if len(units) > 1:
             collective = self._of_batch(_GATHER, units)
         elif unit.handle.post_forward_shards is None:
             collective = self._logs[unit].gather
         else:
             collective = self._logs[unit].gather_kept
-        collective.issue(phase, unit.schedule.iteration)
+        collective.issue(phase, unit.step.iteration)
 
     def full(self, unit: Unit) -> None:
         log = self._logs[unit]
@@ -129,9 +129,9 @@ class SameModel(PlugIn):
 
     def to_reduce(self, units: tuple[Unit, ...], phase: Phase, in_copy: bool) -> None:
         unit, kind = units[0], _REDUCTION_IN_COPY if in_copy else _REDUCTION
-        assert unit.schedule is not None
+        assert unit.step is not None
         collective = kind(self._logs[unit]) if len(units) == 1 else self._of_batch(kind, units)
-        collective.issue(phase, unit.schedule.iteration)
+        collective.issue(phase, unit.step.iteration)
 
     def reduced(self, unit: Unit) -> None:
         log = self._logs[unit]
@@ -162,8 +162,8 @@ class SameModel(PlugIn):
             contents.append(f"place {within.rank + 1} of {within.size} in its group to shard over")
         agreement.require(f"what {name} consists of", contents, _SAME_MODEL)
         settings = [setting for one in unit.handle.communicators for setting in one.settings]
-        if unit.schedule is not None:
-            wanted = unit.schedule.root.options.travel_together_bytes
+        if unit.step is not None:
+            wanted = unit.step.root.options.travel_together_bytes
             settings.append(f"travel_together_bytes={wanted}")
         if unit.tied_to is not None:
             settings.append(f"it runs with {unit.tied_to.name} (allow_skipping)")

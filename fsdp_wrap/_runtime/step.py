@@ -41,18 +41,25 @@ class Step(UnitTree):
         root: The unit whose forward is outermost; all units below it join.
 
     Attributes:
+        backward_open: Whether a backward has begun that has not ended: it runs, or has raised.
         gradients_came: Whether the running backward, or the last one, has brought gradients of parameters.
-        queue: The collectives of its units: those in flight, and those to come.
+        queue: The collectives of its units: those in flight, and those to come. Plug-ins may replace it
+            between two forwards.
         stays: Frees or keeps full parameters.
     """
 
     def __init__(self, root: Unit) -> None:
         self.stays = Stays(root.over_all_meshes)
-        self._backward_open, self.gradients_came, self._end = False, False, _NONE_RUNS
+        self.backward_open, self.gradients_came, self._end = False, False, _NONE_RUNS
         self._trains, self._keeps_graph = False, False
         self._thread = get_ident()  # that of the last forward
         self.queue = Queue(self)
         super().__init__(root)  # last: plug-ins that see a new tree may use all of it
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs, in this thread or in another than the forward's."""
+        return graph_task() != -1 or (self._end() is not None and get_ident() != self._thread)
 
     # forward
 
@@ -92,8 +99,8 @@ class Step(UnitTree):
         """Starts an iteration from a clean state, whatever the last one left."""
         self._trains = torch.is_grad_enabled()
         self.ending.require_waited("a forward")
-        if self._backward_open:
-            self._abandon_backward()
+        if self.backward_open:
+            self.abandon_backward()
         for communicator in self._communicators:
             communicator.require_group()  # meshes may keep destroyed groups alive
         self.iteration += 1
@@ -244,8 +251,8 @@ class Step(UnitTree):
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
-        if self._backward_open:
-            self._abandon_backward()
+        if self.backward_open:
+            self.abandon_backward()
         for act in self.plug_ins.backward_begins:
             act(self)
         self._end = weakref.ref(end := self._end_backward)  # before it is open, for other threads
@@ -254,7 +261,7 @@ class Step(UnitTree):
 
     def begin_backward(self) -> None:
         """Resets gradient bookkeeping, also when this rank follows another one (`uneven`)."""
-        self._backward_open, self.gradients_came = True, False
+        self.backward_open, self.gradients_came = True, False
         self._keeps_graph = torch.is_grad_enabled()  # create_graph
         self.ending.begin()
         for act in self.plug_ins.backward_opens:
@@ -275,7 +282,7 @@ class Step(UnitTree):
         unit = reference()
         if unit is None:
             return
-        self, arrivals = unit.schedule or cls(unit), unit.arrivals
+        self, arrivals = unit.step or cls(unit), unit.arrivals
         assert isinstance(self, Step)
         if torch.is_grad_enabled():  # create_graph
             refuse_graph(unit, leaf)
@@ -315,12 +322,12 @@ class Step(UnitTree):
         first = unit.tied_to or unit
         for ended in (first, *first.tied):
             if over is Done.ALL:
-                self._leave_backward(ended, Phase.BACKWARD)
-            self._take_gradients(ended, Phase.BACKWARD)
+                self.leave_backward(ended, Phase.BACKWARD)
+            self.take_gradients(ended, Phase.BACKWARD)
             if over is Done.ALL:
                 self.queue.backward_over(ended)
 
-    def _leave_backward(self, unit: Unit, phase: Phase) -> None:
+    def leave_backward(self, unit: Unit, phase: Phase) -> None:
         """Frees the full parameters of a unit after its backward, or keeps them."""
         until = after_backward(unit, self.syncs, self._keeps_graph)
         if until is Until.FORWARD:
@@ -333,7 +340,7 @@ class Step(UnitTree):
         else:
             unit.keep(until)
 
-    def _take_gradients(self, unit: Unit, phase: Phase) -> None:
+    def take_gradients(self, unit: Unit, phase: Phase) -> None:
         """Takes a unit's gradients off its leaves, and reduces or accumulates them."""
         syncs = self.syncs and unit.options.syncs
         if not unit.has_gradients(syncs):
@@ -364,10 +371,10 @@ class Step(UnitTree):
             handle = unit.handle
             # Where its backward is over, a unit may have been prefetched by mistake.
             if unit.arrivals.progress is not Progress.FINISHED or handle.where is not Where.SHARDED:
-                self._leave_backward(unit, Phase.FINAL_CALLBACK)
-                self._take_gradients(unit, Phase.FINAL_CALLBACK)
+                self.leave_backward(unit, Phase.FINAL_CALLBACK)
+                self.take_gradients(unit, Phase.FINAL_CALLBACK)
             elif handle.keeps_gradients:
-                self._take_gradients(unit, Phase.FINAL_CALLBACK)
+                self.take_gradients(unit, Phase.FINAL_CALLBACK)
         for act in self.plug_ins.backward_ends:
             act(self)
         self.close_backward(self.ending.waits)
@@ -384,10 +391,10 @@ class Step(UnitTree):
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
-        self._close(waits)
+        self.close(waits)
         self._forget_backward()
 
-    def _close(self, waits: bool) -> None:
+    def close(self, waits: bool) -> None:
         """Ends a backward, or with `waits` all since the last end: then their gradients are complete."""
         if waits:
             self.queue.make_room()
@@ -399,12 +406,12 @@ class Step(UnitTree):
 
     def _forget_backward(self) -> None:
         self.stays.end_backward()
-        self._backward_open, self._keeps_graph, self._end = False, False, _NONE_RUNS
+        self.backward_open, self._keeps_graph, self._end = False, False, _NONE_RUNS
         self.restore_sums()
 
-    def _abandon_backward(self) -> None:
+    def abandon_backward(self) -> None:
         """Cleans up after a backward that raised, whose final callback never ran."""
-        if self._backward_open:
+        if self.backward_open:
             for act in self.plug_ins.failed:
                 act(self)
         self.queue.drop()
@@ -416,3 +423,10 @@ class Step(UnitTree):
             unit.arrivals.forget()
             unit.handle.abandon_backward()
             unit.reshard(Phase.IDLE)
+
+
+def step_of(unit: Unit) -> Step:
+    """Returns a unit's step; makes one, with the unit as root, if it has none yet."""
+    step = unit.step or Step(unit)
+    assert isinstance(step, Step)
+    return step

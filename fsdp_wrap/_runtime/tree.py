@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
 
 from fsdp_wrap._comm import GroupCommunicator, Tree
-from fsdp_wrap._core import Seam
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._runtime.finalization import BackwardEnd
-from fsdp_wrap._runtime.refusals import name_sharded
 from fsdp_wrap._runtime.same_model import SameModel
 from fsdp_wrap._runtime.unit import StepState, Unit, communicators_of, units_in
-
-out_of_memory: Seam[Callable[[BaseException, Iterable[Unit]], None]] = Seam("tools", "fsdp_wrap.tools")
-"""Adds the units' memory to an out-of-memory error."""
 
 
 class UnitTree(StepState):
@@ -40,7 +34,7 @@ class UnitTree(StepState):
             names.setdefault(unit, []).append(fqn)
         self._units = [*names]
         self.depth = 0
-        before = {unit: unit.schedule for unit in names if isinstance(unit.schedule, UnitTree)}
+        before = {unit: unit.step for unit in names if isinstance(unit.step, UnitTree)}
         self.ending: BackwardEnd = BackwardEnd({unit: tree.ending for unit, tree in before.items()})
         communicators = communicators_of(self._units)
         self._communicators = [ranks for ranks in communicators if isinstance(ranks, GroupCommunicator)]
@@ -60,7 +54,7 @@ class UnitTree(StepState):
     @property
     def units(self) -> list[Unit]:
         """The units that still run in this schedule: users may keep parts of a tree whose root has gone."""
-        return [unit for unit in self._units if unit.schedule is self and not unit.gone]
+        return [unit for unit in self._units if unit.step is self and not unit.gone]
 
     @property
     def shifts_alone(self) -> bool:
@@ -88,7 +82,6 @@ class UnitTree(StepState):
             self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Adds to an error that leaves the runtime the units' memory, or the names of sharded parameters."""
-        name_sharded(error, self.units)
-        if out_of_memory.filled is not None:
-            out_of_memory.filled(error, self.units)
+        """Lets plug-ins add to an error that leaves the runtime."""
+        for act in self.plug_ins.explains:
+            act(self, error)

@@ -208,7 +208,7 @@ class Unit:
         self.running = self.forwards = 0
         self.nested = False
         self._choose_casts()
-        self.schedule: StepState | None = None
+        self.step: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
         self._own_gradients: list[tuple[Node, Any]] = []
         self._told_of_own_gradients, self.hooked = False, -1
@@ -290,11 +290,11 @@ class Unit:
 
     def join(self, schedule: StepState, fqn: str) -> None:
         """Joins a schedule under a name relative to the root."""
-        self.schedule, self.fqn = schedule, fqn
+        self.step, self.fqn = schedule, fqn
 
     def leave(self) -> None:
         """Leaves its schedule; the next use joins one again."""
-        self.schedule = None
+        self.step = None
         self.plug_ins.move_below(everywhere)
 
     def nest(self, fqn: str) -> None:
@@ -346,7 +346,7 @@ class Unit:
             )
         if handle.reduction is not None and handle.lends:
             self.finish_reduction()
-        assert self.schedule is not None
+        assert self.step is not None
         for act in at.to_gather:
             act((self,), phase)
         nbytes = handle.unsharded_nbytes
@@ -379,7 +379,7 @@ class Unit:
     @property
     def defers(self) -> bool:
         """Whether the sum over the replicas waits for a later reduction."""
-        handle, schedule = self.handle, self.schedule
+        handle, schedule = self.handle, self.step
         if self.options.sums_over_replicas and (schedule is None or schedule.sums_over_replicas):
             return False
         return handle.replicas.size > 1
@@ -387,9 +387,9 @@ class Unit:
     def reduce(self, phase: Phase) -> None:
         """Issues the reduction of the gradients; no other of the unit may be in flight."""
         handle, at = self.handle, self.plug_ins
-        assert self.schedule is not None
+        assert self.step is not None
         # Asks the property only where it may hold: one frame less in a usual step.
-        defers = not (self.options.sums_over_replicas and self.schedule.sums_over_replicas) and self.defers
+        defers = not (self.options.sums_over_replicas and self.step.sums_over_replicas) and self.defers
         for act in at.to_reduce:
             act((self,), phase, defers)
         span = at.span(SpanKind.REDUCE, phase, (self,)) if at.see_spans else NO_SPAN
@@ -471,10 +471,10 @@ class Unit:
 
     def prepare_leaves(self) -> bool:
         """Lets the leaves take gradients outside of a forward; returns False before the first use."""
-        if self.schedule is None:
+        if self.step is None:
             return False
         if self.handle.follow_requires_grad() or self.hooked != self.handle.hookings:
-            self.schedule.hook_leaves(self)
+            self.step.hook_leaves(self)
         return True
 
     # backward

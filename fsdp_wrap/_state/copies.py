@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fsdp_wrap._building import REGISTRY, refuse_pieces
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._params import ShardedParams
-from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 
 Wrapper = TypeVar("Wrapper", bound=nn.Module)

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._by_hand import note_change, require_idle
 from fsdp_wrap._checks import refuse_replaced
 from fsdp_wrap._comm import calling
 from fsdp_wrap._core import NotIdleError
 from fsdp_wrap._params import ParamHandle, Summoning
-from fsdp_wrap._runtime import Unit, communicators_of, handles_of, note_change, require_idle, units_in
+from fsdp_wrap._runtime import Unit, communicators_of, handles_of, units_in
 from fsdp_wrap._state.originals import used_by
 
 _EVERYWHERE = Summoning()

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import is_tensor_like
 
+from fsdp_wrap._by_hand import note_change
 from fsdp_wrap._core import (
     UNIT_ATTR,
     WRAPPED_ATTR,
@@ -38,7 +39,7 @@ from fsdp_wrap._params import (
     SideData,
     boxes_of,
 )
-from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
+from fsdp_wrap._runtime import Unit, handles_of, units_in
 from fsdp_wrap._state.full_params import original_buffers, sharded_handles
 from fsdp_wrap._state.full_values import shape_of
 from fsdp_wrap._state.misfits import quoted, shown, tell_prefix

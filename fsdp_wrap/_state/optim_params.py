@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._core import clean_fqn
 from fsdp_wrap._core.torch_private import own_method
 from fsdp_wrap._params import holding, to_local
-from fsdp_wrap._runtime import require_idle, units_in
+from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.originals import Original, Originals
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_wrap._by_hand import note_change
 from fsdp_wrap._core import (
     UNIT_ATTR,
     WRAPPED_ATTR,
@@ -34,7 +35,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._params import IntervalTensor, ParamHandle, ShardedParams, Spread, to_local
-from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
+from fsdp_wrap._runtime import Unit, handles_of, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
     is_summoned,

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_wrap._by_hand import follow, require_idle
 from fsdp_wrap._checks import refuse_unsharded, require_root
 from fsdp_wrap._core import check_flag, everywhere
 from fsdp_wrap._params import held_params
-from fsdp_wrap._runtime import Schedule, schedule_of, units_in
+from fsdp_wrap._runtime import Step, step_of, units_in
 from fsdp_wrap._uneven.members import peers_of
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.pooling import Pool
@@ -130,7 +131,7 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
             raise
     if rounds.shadowed:
         for schedule, order in zip(schedules, rounds.orders):
-            schedule.follow(order)
+            follow(schedule, order)
 
 
 class _StepRefusal:
@@ -147,11 +148,11 @@ class _StepRefusal:
             )
 
 
-def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
+def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Step]:
     """Returns the schedules of models that are between two steps; refuses all others."""
     if not models:
         raise ValueError(f"{doing} needs a model: pass all models that compute inside")
-    schedules: dict[Schedule, None] = {}
+    schedules: dict[Step, None] = {}
     for model in models:
         if not isinstance(model, nn.Module):
             raise TypeError(f"{doing} takes models, not a {type(model).__name__}")
@@ -159,9 +160,9 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
         if not units:
             refuse_unsharded(model, doing)
         require_root(next(iter(units.values())), doing)
-        schedules.update(dict.fromkeys(map(schedule_of, units.values())))
+        schedules.update(dict.fromkeys(map(step_of, units.values())))
     for schedule in schedules:
-        schedule.require_idle(doing)
+        require_idle([schedule.root], doing)
         for unit in schedule.units:
             if unit.plug_ins.takes:
                 raise RuntimeError(

@@ -16,9 +16,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fsdp_wrap._by_hand import follow, joins
 from fsdp_wrap._core import Computing, everywhere
 from fsdp_wrap._params import held_params
-from fsdp_wrap._runtime import Schedule, joins, schedule_of, units_in
+from fsdp_wrap._runtime import Step, step_of, units_in
 from fsdp_wrap._uneven.context import schedules_of
 from fsdp_wrap._uneven.fates import GradientFates, follow_fates
 from fsdp_wrap._uneven.members import peers_of
@@ -107,9 +108,7 @@ class _JoinRounds(Rounds):
     make_leader = _JoinLeader
     leader: _JoinLeader
 
-    def __init__(
-        self, model: Any, schedule: Schedule, options: RoundOptions, known: Sequence[Optimizer]
-    ) -> None:
+    def __init__(self, model: Any, schedule: Step, options: RoundOptions, known: Sequence[Optimizer]) -> None:
         self.peers = peers_of([schedule])
         super().__init__([schedule], self.peers, options)
         self._model = weakref.ref(model)
@@ -125,7 +124,7 @@ class _JoinRounds(Rounds):
     def separates(self) -> bool:
         return self.shadowed
 
-    def forward_begins(self, step: Schedule) -> None:
+    def forward_begins(self, step: Step) -> None:
         model = self._model()
         if model is None or not model._join_config.enable:
             return
@@ -139,14 +138,14 @@ class _JoinRounds(Rounds):
             notified.wait()
         super().forward_begins(step)
 
-    def backward_begins(self, step: Schedule) -> None:
+    def backward_begins(self, step: Step) -> None:
         if self.leader.between:  # a further backward of one forward: joined ranks wait for another round
             self.forward_begins(step)
         if self.leader.told:
             self.leader.tell_fates(0, self._gradients.fates())
         super().backward_begins(step)
 
-    def backward_ended(self, step: Schedule) -> None:
+    def backward_ended(self, step: Step) -> None:
         super().backward_ended(step)
         self._gradients.note(step.ending.waits, norms=self.shadowed)
         self.leader.end_round()
@@ -187,7 +186,7 @@ class _JoinRounds(Rounds):
         if self.shadowed and self._attached:
             self.steps.follow(self.peers, self._schedule.iteration)
             self._follow_last_fates()
-            self._schedule.follow(*self.orders)
+            follow(self._schedule, *self.orders)
         self.end()
 
     def end(self) -> None:
@@ -224,7 +223,7 @@ class Joins:
     @property
     def group(self) -> dist.ProcessGroup:
         """The group of all ranks that compute with the model, which sends from host memory."""
-        return peers_of([schedule_of(next(iter(units_in(self._model).values())))]).group
+        return peers_of([step_of(next(iter(units_in(self._model).values())))]).group
 
     def hook(
         self,
@@ -245,7 +244,7 @@ class Joins:
         """
         schedule, *others = schedules_of([self._model], "Join")
         for unit in units_in(self._model).values():
-            if unit.schedule in others:
+            if unit.step in others:
                 raise ValueError(
                     f"{unit.name} is part of {schedule.root.name} and of another model on rank "
                     f"{dist.get_rank()}, so backwards of both end in it: Join takes models of their own, use "

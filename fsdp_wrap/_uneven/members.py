@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm import Note
 from fsdp_wrap._params import LocalPart
-from fsdp_wrap._runtime import Schedule, ranks_of
+from fsdp_wrap._runtime import Step, ranks_of
 from fsdp_wrap._uneven.peers import Peers
 from fsdp_wrap._uneven.planned import peers_over
 
 _NOTE = Note("agrees on the ranks of a model")
-_known: MutableMapping[Schedule, Peers] = WeakKeyDictionary()
+_known: MutableMapping[Step, Peers] = WeakKeyDictionary()
 
 
-def peers_of(schedules: Sequence[Schedule]) -> Peers:
+def peers_of(schedules: Sequence[Step]) -> Peers:
     """Returns the ranks that compute with some models; collective at first."""
     first = _peers(schedules[0])
     for schedule in schedules[1:]:
@@ -30,7 +30,7 @@ def peers_of(schedules: Sequence[Schedule]) -> Peers:
     return first
 
 
-def _peers(schedule: Schedule) -> Peers:
+def _peers(schedule: Step) -> Peers:
     known = _known.get(schedule)
     if known is None or not known.lives:
         known = _known[schedule] = peers_over(ranks_of(schedule.units, _NOTE, schedule.iteration))
@@ -38,14 +38,14 @@ def _peers(schedule: Schedule) -> Peers:
     return known
 
 
-def _parts(schedule: Schedule) -> Iterator[LocalPart]:
+def _parts(schedule: Step) -> Iterator[LocalPart]:
     """Returns the parts of parameters that tensor or expert parallelism has distributed."""
     for unit in schedule.units:
         for sharded in unit.params:
             yield from (part for part in sharded.distributed or () if part is not None)
 
 
-def _companions(schedule: Schedule) -> frozenset[int]:
+def _companions(schedule: Step) -> frozenset[int]:
     """Returns the ranks whose forwards need this one's: those that hold other parts of its parameters."""
     ranks = {dist.get_rank()}
     for part in _parts(schedule):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fsdp_wrap._runtime import Schedule, Unit, units_in
+from fsdp_wrap._runtime import Step, Unit, units_in
 
 
 class Totals(NamedTuple):
@@ -24,11 +24,11 @@ class Models:
         schedules: The schedules, the same on all ranks.
     """
 
-    def __init__(self, schedules: Sequence[Schedule]) -> None:
+    def __init__(self, schedules: Sequence[Step]) -> None:
         self._schedules = schedules
         self._units = [_units_of(schedule) for schedule in schedules]
 
-    def of_backward(self, ran: Collection[Schedule]) -> set[int]:
+    def of_backward(self, ran: Collection[Step]) -> set[int]:
         """Returns the numbers of the models to which a backward belongs; of none if it is for inputs alone.
 
         Args:
@@ -72,7 +72,7 @@ class Models:
         return weights
 
 
-def _units_of(schedule: Schedule) -> set[Unit]:
+def _units_of(schedule: Step) -> set[Unit]:
     """Returns the units of a model, also those that run in the schedule of another one."""
     units = {*schedule.units}
     return units if schedule.root.gone else units.union(units_in(schedule.root.module).values())

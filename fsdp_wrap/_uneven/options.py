@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdp_wrap._batching import follow_setting
-from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._by_hand import reshard
+from fsdp_wrap._runtime import Step, Unit
 
 
 class RoundOptions:
@@ -17,7 +18,7 @@ class RoundOptions:
         averaged: Units whose gradients each round averages over the ranks that have a batch.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], averaged: Iterable[Unit]) -> None:
+    def __init__(self, schedules: Sequence[Step], averaged: Iterable[Unit]) -> None:
         self._schedules = schedules
         self._before: dict[Unit, dict[str, Any]] = {}
         self._divided = {unit: unit.handle.contributors for unit in averaged if unit.params}
@@ -27,7 +28,7 @@ class RoundOptions:
         for schedule in self._schedules:
             for unit in schedule.units:
                 if unit.options.reshards_within is not None:
-                    schedule.reshard(unit)
+                    reshard(unit)
                     self._change(unit, reshards_within=None)
 
     def share_nothing(self) -> None:

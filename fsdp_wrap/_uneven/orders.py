@@ -7,8 +7,9 @@ from enum import IntEnum
 
 import torch
 
+from fsdp_wrap._by_hand import follow
 from fsdp_wrap._core import Phase, PlugIn, Precedence, Span, SpanKind
-from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._runtime import Step, Unit
 from fsdp_wrap._uneven.fates import follow_fates
 from fsdp_wrap._uneven.peers import Peers
 from fsdp_wrap._uneven.units import sharded_params
@@ -49,7 +50,7 @@ class Leader(PlugIn):
 
     order = Precedence.LEADER
 
-    def __init__(self, schedules: Sequence[Schedule], peers: Peers) -> None:
+    def __init__(self, schedules: Sequence[Step], peers: Peers) -> None:
         self._schedules, self._peers = schedules, peers
         self._places = {
             unit: (model, index)
@@ -98,7 +99,7 @@ class Follower:
     It holds the full parameters of two units at most.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], peers: Peers) -> None:
+    def __init__(self, schedules: Sequence[Step], peers: Peers) -> None:
         self._schedules, self._peers = schedules, peers
         self._units = [schedule.units for schedule in schedules]
         self._gathered: tuple[Unit, Phase] | None = None
@@ -108,7 +109,7 @@ class Follower:
     def follow(self, leader: int) -> None:
         """Follows a rank to the end of its round."""
         for schedule in self._schedules:
-            schedule.follow()
+            follow(schedule)
         self._leader, self._ended = leader, False
         while not self._ended:
             self._obey(*self._receive())

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._by_hand import await_reduction, summing
 from fsdp_wrap._core import Phase
 from fsdp_wrap._params import to_local
-from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._runtime import Step, Unit
 from fsdp_wrap._uneven.models import Models, Totals
 from fsdp_wrap._uneven.units import sharded_params
 
@@ -24,7 +25,7 @@ class Pool:
         ranks: Number of ranks that compute with the models.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], averages: bool, ranks: int) -> None:
+    def __init__(self, schedules: Sequence[Step], averages: bool, ranks: int) -> None:
         self._schedules, self._averages, self._ranks = schedules, averages, ranks
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._noted: dict[Unit, list[tuple[nn.Parameter, torch.Tensor, int]]] = {}
@@ -35,14 +36,14 @@ class Pool:
             if param.grad is not None:
                 self._before[param], param.grad = param.grad, None
 
-    def note(self, schedule: Schedule) -> None:
+    def note(self, schedule: Step) -> None:
         """Notes the gradients at the end of a backward, which other ranks have added to."""
         for unit in schedule.units:
             params = [] if schedule.plug_ins.updates(unit) else sharded_params([unit])
             grads = [(param, param.grad) for param in params if param.grad is not None]
             self._noted[unit] = [(param, grad, to_local(grad)._version) for param, grad in grads]
 
-    def forget(self, schedule: Schedule) -> None:
+    def forget(self, schedule: Step) -> None:
         """Forgets what was noted, where reductions are still in flight."""
         for unit in schedule.units:
             self._noted.pop(unit, None)
@@ -91,17 +92,17 @@ class Pool:
         for param, grad in self._before.items():
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
-    def _reduce(self, schedule: Schedule) -> None:
-        with schedule.summing(True, True):
+    def _reduce(self, schedule: Step) -> None:
+        with summing(schedule, True, True):
             for unit in schedule.units:
                 handle = unit.handle
                 if handle.reduced_segments():
                     handle.forget_zeroed()
                     schedule.queue.reduce_alone(unit, Phase.IDLE)
                     schedule.queue.finish_reduction_of(unit)
-            schedule.await_reduction()
+            await_reduction(schedule)
 
-    def _divide(self, schedule: Schedule, weights: Mapping[Unit, float]) -> None:
+    def _divide(self, schedule: Step, weights: Mapping[Unit, float]) -> None:
         """Divides sums of gradients by the weights of all backwards, in place of the number of ranks."""
         units = [unit for unit in schedule.units if unit.params and not schedule.plug_ins.updates(unit)]
         data_ranks = max((_data_ranks(unit) for unit in units), default=1)

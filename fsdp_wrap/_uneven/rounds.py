@@ -15,9 +15,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from fsdp_wrap._by_hand import reset
 from fsdp_wrap._comm import GroupPositions, Note
 from fsdp_wrap._core import PlugIn, Precedence, SpanKind
-from fsdp_wrap._runtime import ExecOrder, Schedule, communicators_of
+from fsdp_wrap._runtime import ExecOrder, Step, communicators_of
 from fsdp_wrap._uneven.models import Models, Totals
 from fsdp_wrap._uneven.options import RoundOptions
 from fsdp_wrap._uneven.orders import Follower, Instruction, Leader
@@ -64,7 +65,7 @@ class Rounds(PlugIn):
     make_leader = Leader
 
     def __init__(
-        self, schedules: Sequence[Schedule], peers: Peers, options: RoundOptions, pool: Pool | None = None
+        self, schedules: Sequence[Step], peers: Peers, options: RoundOptions, pool: Pool | None = None
     ) -> None:
         self._schedules, self._peers, self._options, self._pool = schedules, peers, options, pool
         self.leader, self._follower = self.make_leader(schedules, peers), Follower(schedules, peers)
@@ -74,7 +75,7 @@ class Rounds(PlugIn):
         self.shadows = 0
         self.weight = 1.0
         self.models = Models(schedules)
-        self._running, self._ran = set[Schedule](), set[Schedule]()
+        self._running, self._ran = set[Step](), set[Step]()
         self._backwards = [(0.0, 0)] * len(schedules)
         self._owing = [False] * len(schedules)
         self.totals: list[Totals] = []
@@ -188,11 +189,11 @@ class Rounds(PlugIn):
         """Drops what the models' forwards and backwards have left, while the error ends all waiting."""
         for schedule in self._schedules:
             with contextlib.suppress(RuntimeError):  # what is in flight may never end
-                schedule.reset()
+                reset(schedule)
 
     # rounds
 
-    def forward_begins(self, step: Schedule) -> None:
+    def forward_begins(self, step: Step) -> None:
         """Agrees with all ranks that an outermost forward begins; collective."""
         if self._failed:
             raise LeftByError("a rank has left uneven() by an error: leave it on all ranks")
@@ -224,7 +225,7 @@ class Rounds(PlugIn):
         joined = [rank for rank in self._peers.members if rank not in self._active]
         if joined and not self._shadowed:
             self._shadowed = True
-            self.orders = [schedule.copy_order() for schedule in self._schedules]
+            self.orders = [schedule.queue.order.copy() for schedule in self._schedules]
             self._options.share_nothing()
         self._options.average_over(len(self._active) / self._peers.size)
         self.leader.begin_round(joined if self._rank == leader else ())
@@ -232,7 +233,7 @@ class Rounds(PlugIn):
 
     # backwards
 
-    def backward_begins(self, step: Schedule) -> None:
+    def backward_begins(self, step: Step) -> None:
         """Makes the sums on which the ranks have agreed at the forward, and tells joined ranks."""
         if not self._running:  # else the backward has begun in another model
             self._ran.clear()
@@ -250,11 +251,11 @@ class Rounds(PlugIn):
         step.sum_in_backward(*agreed)
         self.leader.tell(Instruction.BEGIN_BACKWARD, model, detail=2 * agreed[0] + agreed[1])
 
-    def backward_ends(self, step: Schedule) -> None:
+    def backward_ends(self, step: Step) -> None:
         """Tells joined ranks to end their part of the backward."""
         self.leader.tell(Instruction.END_BACKWARD, self._schedules.index(step), detail=step.ending.waits)
 
-    def backward_ended(self, step: Schedule) -> None:
+    def backward_ended(self, step: Step) -> None:
         """Counts the backward."""
         model = self._schedules.index(step)
         if step.gradients_came:
@@ -267,7 +268,7 @@ class Rounds(PlugIn):
             self._backwards[counting] = weights + self.weight, number + 1
 
 
-def _wanted_by(schedule: Schedule) -> tuple[bool, bool]:
+def _wanted_by(schedule: Step) -> tuple[bool, bool]:
     """Returns whether a backward that begins now would reduce gradients, and sum them over replicas."""
     options = [unit.options for unit in schedule.units]
     syncs = schedule.syncs and all([own.syncs for own in options])

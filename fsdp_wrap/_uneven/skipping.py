@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._building import REGISTRY
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._core import WRAPPED_ATTR, PlugIn, Precedence
-from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap._runtime import Unit, units_in
 
 
 def allow_skipping(module: nn.Module) -> None:

@@ -16,19 +16,19 @@ from fsdp_wrap._comm import (
     ranks_in,
 )
 from fsdp_wrap._core import Phase
-from fsdp_wrap._runtime import Schedule, ranks_of
+from fsdp_wrap._runtime import Step, ranks_of
 
 T = TypeVar("T")
 
 _MEMBERS, _FLAGS = Note("agrees on the ranks of a model"), Note("agrees on values")
 
 
-def all_here(schedule: Schedule) -> bool:
+def all_here(schedule: Step) -> bool:
     """Whether all ranks come to this place: not where some have run out of batches (`uneven`, `Join`)."""
     return not schedule.plug_ins.separate
 
 
-def all_begin(schedule: Schedule) -> bool:
+def all_begin(schedule: Step) -> bool:
     """Whether all ranks run the outermost forward that begins: one may evaluate what it holds as a whole."""
     gathers = any(unit.handle.communicator.size > 1 for unit in schedule.units)
     needs_all = torch.is_grad_enabled() or gathers
@@ -42,7 +42,7 @@ class Council:
         members: Their global ranks.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Step) -> None:
         self._schedule = schedule
         self.members = sorted(ranks_of(schedule.units, _MEMBERS, schedule.iteration))
         self._communicator: Communicator | None = None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_wrap._core import check_flag, clean_fqn, walk
-from fsdp_wrap._runtime import Schedule
+from fsdp_wrap._runtime import Step
 from fsdp_wrap._values import files
 from fsdp_wrap._values.council import Council, all_begin, all_here
 from fsdp_wrap._values.finding import not_finite, quoted, raise_first
@@ -100,7 +100,7 @@ class Finder(Reader):
 
     # meetings
 
-    def begin(self, schedule: Schedule | None) -> None:
+    def begin(self, schedule: Step | None) -> None:
         assert schedule is not None
         if all_begin(schedule):
             self.end(schedule)
@@ -113,7 +113,7 @@ class Finder(Reader):
         for schedule in self._councils:
             self.end(schedule)
 
-    def end(self, schedule: Schedule) -> None:
+    def end(self, schedule: Step) -> None:
         """Raises the ranks' first finding on all of them, unless some ranks have no batch."""
         if not all_here(schedule):
             return

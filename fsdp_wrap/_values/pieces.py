@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import refuse_unsharded
 from fsdp_wrap._core import encloses, joined
 from fsdp_wrap._params import Cut, FlatPiece, ParamHandle, ShardedParams, holds_codes, to_local
-from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap._runtime import Unit, units_in
 
 
 class Piece(NamedTuple):

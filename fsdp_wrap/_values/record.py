@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_wrap._runtime import Schedule, units_in
+from fsdp_wrap._runtime import Step, units_in
 from fsdp_wrap._values import files
 from fsdp_wrap._values.files import Key, RecordedStep
 from fsdp_wrap._values.pieces import Piece, first_names
@@ -59,7 +59,7 @@ class Rows(Reader):
         """Whether a seam of a unit has statistics."""
         return (seam, unit) in self._rows
 
-    def begin(self, schedule: Schedule | None) -> None:
+    def begin(self, schedule: Step | None) -> None:
         if self.stepped_since:
             self.end_step()
         self.reads = torch.is_grad_enabled() and self._number % self._every == 0

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp_wrap._core import PlugIn, Precedence, ValueSeam, everywhere
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import ShardedParams, held_params
-from fsdp_wrap._runtime import Schedule, Unit, schedule_of
+from fsdp_wrap._runtime import Step, Unit, step_of
 from fsdp_wrap._values import files
 from fsdp_wrap._values.pieces import (
     Piece,
@@ -42,7 +42,7 @@ class Reader:
 
     reads = True
 
-    def begin(self, schedule: Schedule | None) -> None:
+    def begin(self, schedule: Step | None) -> None:
         """Notes that an outermost forward begins; `schedule` is that of the units, None in a plain model.
 
         May communicate where all ranks run the forward, and may raise.
@@ -66,7 +66,7 @@ class Reader:
     def dropped(self) -> None:
         """Notes that a backward has raised, or the user has dropped what it left."""
 
-    def end(self, schedule: Schedule) -> None:
+    def end(self, schedule: Step) -> None:
         """Notes that a backward has ended; may communicate where all ranks run it, and may raise."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
@@ -152,7 +152,7 @@ class UnitRecorder(Recorder, PlugIn):
         super().__init__(reader)
         self.units = [*units.values()]
         self.by_name = {name: unit for unit, name in units.items()}
-        self.schedules = [*dict.fromkeys(map(schedule_of, units))]
+        self.schedules = [*dict.fromkeys(map(step_of, units))]
         self._names = units
         self._unit_of: dict[ShardedParams, str] = {}
 
@@ -162,7 +162,7 @@ class UnitRecorder(Recorder, PlugIn):
 
     # moments
 
-    def forward_opens(self, step: Schedule) -> None:
+    def forward_opens(self, step: Step) -> None:
         if step in self.schedules:
             self._unit_of = {sharded: name for unit, name in self._names.items() for sharded in unit.params}
             self.reader.begin(step)
@@ -191,11 +191,11 @@ class UnitRecorder(Recorder, PlugIn):
         if sharded in self._unit_of:
             self.reader.sends(sharded, full)
 
-    def dropped(self, step: Schedule) -> None:
+    def dropped(self, step: Step) -> None:
         if step in self.schedules:
             self.reader.dropped()
 
-    def backward_ended(self, step: Schedule) -> None:
+    def backward_ended(self, step: Step) -> None:
         if step in self.schedules:
             self.reader.end(step)
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import CARRY_NOTHING, Watch, Works, all_gather_object, calling, positions_of
 from fsdp_wrap._core import listed
 from fsdp_wrap._core.torch_private import object_device_of
-from fsdp_wrap._runtime import require_idle, schedule_of, units_in
+from fsdp_wrap._runtime import step_of, units_in
 from fsdp_wrap.checkpoint._manifest import DamagedCheckpoint
 
 S = TypeVar("S")
@@ -46,7 +47,7 @@ class Team:
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
         for unit in units_in(model).values() if isinstance(model, nn.Module) else ():
-            if schedule_of(unit).plug_ins.align:  # not all ranks need come here
+            if step_of(unit).plug_ins.align:  # not all ranks need come here
                 require_idle([unit], f"{doing}()")
         group = group or dist.group.WORLD
         rank = dist.get_rank(group)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from fsdp_wrap._params import DataMesh, LocalPart, typed_part
-from fsdp_wrap._runtime import Schedule
+from fsdp_wrap._runtime import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +138,13 @@ def _axes(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 _COMPUTING = (
-    Schedule.before_forward,
-    Schedule.after_forward,
-    Schedule.end_outermost,
-    Schedule._before_backward,
-    Schedule.input_gradient_arrived,
-    Schedule._end_backward_of,
-    Schedule._end_backward,
+    Step.before_forward,
+    Step.after_forward,
+    Step.end_outermost,
+    Step._before_backward,
+    Step.input_gradient_arrived,
+    Step._end_backward_of,
+    Step._end_backward,
 )
 """The verbs of the runtime that compute with tensors: buffers have no types, and hooks compute nothing."""
 

@@ -19,11 +19,12 @@ from torch import nn
 
 from fsdp_wrap import api
 from fsdp_wrap._building import REGISTRY
+from fsdp_wrap._by_hand import await_reduction, end_backwards_of, reshard, show_unsharded, unshard
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
 from fsdp_wrap._params import ParamHandle, Segment, Until, Use, Where
-from fsdp_wrap._runtime import Doing, Unit, schedule_of
+from fsdp_wrap._runtime import Doing, Unit, step_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
 from fsdp_wrap.fully_shard import fully_shard
@@ -119,16 +120,16 @@ class UnitState(_Proxy):
 
     # Refused where it has no parameters.
     _device = property(attrgetter("_fsdp_param_group.unit.handle.communicator.device"))
-    _is_root = property(lambda self: None if self.unit.schedule is None else not self.unit.nested)
-    _state_ctx = property(lambda self: TreeState(schedule_of(self.unit).root))
+    _is_root = property(lambda self: None if self.unit.step is None else not self.unit.nested)
+    _state_ctx = property(lambda self: TreeState(step_of(self.unit).root))
 
     def _lazy_init(self) -> None:
         """Makes this unit the root of those below, unless another unit runs it already."""
-        schedule_of(self.unit)
+        step_of(self.unit)
 
     def _root_post_backward_final_callback(self) -> None:
         """Waits for the last reduction."""
-        schedule_of(self.unit).await_reduction()
+        await_reduction(step_of(self.unit))
 
 
 class TreeState(_Proxy):
@@ -138,7 +139,7 @@ class TreeState(_Proxy):
 
     @property
     def all_states(self) -> list[UnitState]:
-        units = schedule_of(self.unit).units
+        units = step_of(self.unit).units
         return [UnitState(unit) for unit in units if not unit.mesh_label]  # others are groups of these
 
 
@@ -148,7 +149,7 @@ class UnitGroup(_Proxy):
     torchs = torchs.FSDPParamGroup
 
     _handle = property(attrgetter("unit.handle"))  # no group is made of a unit without
-    _module_fqn = property(lambda self: None if self.unit.schedule is None else self.unit.fqn)
+    _module_fqn = property(lambda self: None if self.unit.step is None else self.unit.fqn)
 
     @property
     def fsdp_params(self) -> list[UnitParam]:
@@ -185,7 +186,7 @@ class UnitGroup(_Proxy):
     def post_forward_mesh_info(self, info: Any) -> None:
         if info is not None and info.mesh != self.mesh_info.mesh:
             self._refuse("post_forward_mesh_info")
-        as_root = self.unit.schedule is None and self.unit.options.keeps_as_root
+        as_root = self.unit.step is None and self.unit.options.keeps_as_root
         self.unit.set_reshard_after_forward(info is not None)
         if as_root:  # the first forward decides, as in torch
             self.unit.set(keeps_as_root=True)
@@ -197,7 +198,7 @@ class UnitGroup(_Proxy):
         if asked is not None:
             return asked is not Use.BOTH
         unit = self.unit
-        known_root = unit.schedule is not None and not unit.nested
+        known_root = unit.step is not None and not unit.nested
         return unit.options.reshard_after_forward and not (known_root and unit.options.keeps_as_root)
 
     def _tell_use(self, whether_both: bool = False) -> Use | None:
@@ -228,19 +229,19 @@ class UnitGroup(_Proxy):
 
     def unshard(self, async_op: bool = False) -> None:
         """Issues the all-gather."""
-        schedule_of(self.unit).unshard(self.unit)
+        unshard(self.unit)
 
     def wait_for_unshard(self) -> None:
         """Lets the modules show the full parameters."""
-        schedule_of(self.unit).show_unsharded(self.unit)
+        show_unsharded(self.unit)
 
     def reshard(self) -> None:
         """Frees the full parameters."""
-        schedule_of(self.unit).reshard(self.unit)
+        reshard(self.unit)
 
     def post_backward(self, *_: Any) -> None:
         """Ends the backwards of this unit: reshards, and reduces what they have left, unless told not to."""
-        schedule_of(self.unit).end_backwards_of(self.unit)
+        end_backwards_of(step_of(self.unit), self.unit)
 
 
 class UnitParam(_Proxy):

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_wrap._by_hand import require_idle, reshard
 from fsdp_wrap._checks import require_root
 from fsdp_wrap._core.torch_private import (
     torch_common_utils,
@@ -18,7 +19,7 @@ from fsdp_wrap._core.torch_private import (
     torch_traversal_utils,
     torch_unshard_utils,
 )
-from fsdp_wrap._runtime import prepared_inputs, schedule_of, units_in
+from fsdp_wrap._runtime import prepared_inputs, step_of, units_in
 from fsdp_wrap.compat.internals import FlatHandle
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 
@@ -59,7 +60,7 @@ def _lazy_init(state: FSDP, root_module: nn.Module) -> FSDP | None:
     """Makes the instance a root unless it has one, as its first forward does."""
     if state._is_root is not None:
         return None
-    schedule_of(state._unit)
+    step_of(state._unit)
     return state
 
 
@@ -82,9 +83,9 @@ def _root_pre_forward(state: FSDP, module: nn.Module, args: Any, kwargs: Any) ->
 def _post_backward_final_callback(state: FSDP, module: nn.Module) -> None:
     """Cleans up after a forward or backward that raised."""
     require_root(state._unit, "_post_backward_final_callback()")
-    schedule_of(state._unit).require_idle("_post_backward_final_callback()")
+    require_idle([state._unit], "_post_backward_final_callback()")
     for unit in units_in(state).values():
-        schedule_of(unit).reshard(unit)
+        reshard(unit)
 
 
 @_answers(torch_unshard_utils, of=1)

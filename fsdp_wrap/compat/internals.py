@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_wrap._by_hand import require_idle, reshard
 from fsdp_wrap._core import ShardingStrategy
 from fsdp_wrap._core.torch_private import torch_common_utils, torch_flat_param
 from fsdp_wrap._params import FlatParameter, FlatParams, HiddenFlatParameter, Where
-from fsdp_wrap._runtime import Doing, Schedule, Unit, schedule_of
+from fsdp_wrap._runtime import Doing, Step, Unit, step_of
 from fsdp_wrap._state import is_summoned
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel
 
@@ -209,7 +210,7 @@ class FlatHandle:
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Moves or casts the shard, by the arguments of `Tensor.to`; its gradient goes with it."""
-        schedule_of(self._unit).require_idle("flat_param_to()")
+        require_idle([self._unit], "flat_param_to()")
         if not self._unit.handle.become_sharded():
             raise RuntimeError(
                 f"flat_param_to() must not run inside summon_full_params, or while a state dict of "
@@ -223,7 +224,7 @@ class FlatHandle:
         """Frees the unit's full parameters, or only lets the modules show sharded ones."""
         unit = self._unit
         if free_unsharded_flat_param:
-            schedule_of(unit).reshard(unit)
+            reshard(unit)
         elif not unit.running:
             unit.handle.shown.show_sharded()
 
@@ -262,11 +263,11 @@ def _computes(unit: Unit) -> bool:
 # wrappers
 
 
-def _dissolve(schedule: Schedule) -> None:
+def _dissolve(schedule: Step) -> None:
     """Detaches the units of an idle schedule, which join another or a new one at their next use."""
-    schedule.require_idle("a change of _is_root")
+    require_idle([schedule.root], "a change of _is_root")
     for unit in schedule.units:
-        schedule.reshard(unit)
+        reshard(unit)
         unit.leave()
 
 
@@ -339,19 +340,19 @@ class _Wrapper(FullyShardedDataParallel):
     @property
     def _is_root(self) -> bool | None:
         """Whether this is the outermost instance; None before its first use."""
-        schedule = self._unit.schedule
+        schedule = self._unit.step
         return None if schedule is None else schedule.root is self._unit
 
     @_is_root.setter
     def _is_root(self, is_root: bool | None) -> None:
         """Lets an instance that was used alone, as a root, join the tree around it at the next forward."""
         if is_root:
-            if schedule_of(self._unit).root is not self._unit:
+            if step_of(self._unit).root is not self._unit:
                 raise RuntimeError(
                     f"{self._unit.name} is no root, since another instance encloses it: set _is_root there"
                 )
         elif self._is_root:
-            _dissolve(schedule_of(self._unit))
+            _dissolve(step_of(self._unit))
 
     _all_handles = property(
         lambda self: [handle for wrapper in self.fsdp_modules(self) for handle in wrapper._flat_handles]

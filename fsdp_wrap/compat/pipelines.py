@@ -15,9 +15,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._by_hand import showing
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._runtime import schedule_of, units_in
+from fsdp_wrap._runtime import units_in
 from fsdp_wrap.compat.installation import Installation
 
 __all__ = ["adapt_stages"]
@@ -78,5 +79,5 @@ def _leading_to_leaves(module: nn.Module, shows: bool) -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(vars(module).pop, "parameters")
         for unit in units if shows else ():
-            undo.enter_context(schedule_of(unit).showing(unit))
+            undo.enter_context(showing(unit))
         yield

@@ -8,9 +8,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._params import FlatPiece, holding, to_local
-from fsdp_wrap._runtime import require_idle, units_in
+from fsdp_wrap._runtime import units_in
 from fsdp_wrap.optim._owner_group import Compute, Matrix, OwnerGroup
 from fsdp_wrap.optim._sharded_params import Communicators, ShardedParam, flattened, sharded_params_in
 from fsdp_wrap.optim._views import Block, View, whole

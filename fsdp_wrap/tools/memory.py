@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._checks import out_of_memory
 from fsdp_wrap._core import Seam, format_bytes
 from fsdp_wrap._params import ParamHandle, Where
-from fsdp_wrap._runtime import Doing, Unit, out_of_memory, schedule_of
+from fsdp_wrap._runtime import Doing, Unit, step_of
 from fsdp_wrap.tools.models import Models, named_units
 
 _HEADING = "The units of the model held then"
@@ -112,8 +113,8 @@ def _where(units: Sequence[Unit]) -> str:
     running = [unit for unit in units if unit.doing is Doing.FORWARD]
     if running:  # the innermost has the longest name
         return f"in the forward of {max(running, key=lambda unit: len(unit.fqn)).name}"
-    schedules = {schedule_of(unit) for unit in units if unit.schedule is not None}
-    if not any(schedule.runs_backward for schedule in schedules):
+    schedules = {step_of(unit) for unit in units if unit.step is not None}
+    if not any(schedule.backward_open and not schedule.depth for schedule in schedules):
         return "between forward and backward"
     reached = [unit for unit in units if unit.doing is Doing.BACKWARD]
     return f"in the backward of {reached[-1].name}" if reached else "in a backward"

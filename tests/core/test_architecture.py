@@ -20,6 +20,7 @@ INNER = [
     "_params",
     "_runtime",
     "_building",
+    "_by_hand",
     "_batching",
     "_checks",
     "_custom_comms",

@@ -63,7 +63,7 @@ def test_training_is_as_with_ddp(rank, world_size, front, by_all):
     with torch.no_grad():  # and outside all is as before
         full = [model(tokens(0, 9)).sum().item() for _ in range(2)]
     assert full[0] == full[1]
-    assert not model._unit.schedule.plug_ins.align
+    assert not model._unit.step.plug_ins.align
 
 
 @ranks(2)

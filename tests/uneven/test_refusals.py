@@ -17,7 +17,7 @@ from forks import run_forks
 from fronts import assert_same_grads, each_front, no_sync, shard
 from fsdp_wrap import checkpoint, clip_grad_norm_, fully_shard, uneven
 from fsdp_wrap._core import NotRootError
-from fsdp_wrap._runtime import schedule_of, units_in
+from fsdp_wrap._runtime import step_of, units_in
 from fsdp_wrap.optim import step_in_backward
 from models import WRAPPINGS, Transformer, loss_of, tokens
 
@@ -109,7 +109,7 @@ def test_a_mistake_of_all_ranks(rank, world_size, name):
 def test_what_users_have_set_is_theirs_again(rank, world_size, front):
     """Rank 0 has no batch, and follows one whose backwards are under `no_sync` or not the last."""
     model = model_of(front)
-    schedule = schedule_of(units_in(model)[""])
+    schedule = step_of(units_in(model)[""])
     with uneven(model):
         for _ in range(2 * rank):
             with no_sync(model):

@@ -192,6 +192,9 @@ class PlugIn:
     def failed(self, step: Any) -> None:
         """A forward has raised, or a backward has that is known to be over."""
 
+    def explains(self, step: Any, error: BaseException) -> None:
+        """An error leaves the step: more may be added to its message."""
+
     def rests(self, step: Any) -> None:
         """The user asks for something between steps, none of which runs: what was left open ends here."""
 
@@ -376,6 +379,7 @@ class PlugIns:
     backward_closes: Moment
     backward_ended: Moment
     failed: Moment
+    explains: Moment
     rests: Moment
     dropped: Moment
     enters: Moment

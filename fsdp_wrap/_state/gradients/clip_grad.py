@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import require_root, scaling_gradients
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._params import to_local
-from fsdp_wrap._runtime import require_idle, units_in
+from fsdp_wrap._runtime import units_in
 from fsdp_wrap._state.full_params import refuse_summoned
 from fsdp_wrap._state.gradients.held import HeldGradients, Over, over_of
 from fsdp_wrap._state.gradients.norms import (

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import refuse_unsharded, require_root
 from fsdp_wrap._comm import Pending, lane_of, make_communicator, reduce_scatter_single
 from fsdp_wrap._core import OtherCommsError, Seam
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.gradients.in_place import GradientsInPlace
 
 _TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"

@@ -7,7 +7,7 @@ from torch import nn
 
 from fsdp_wrap._core import Computing, PlugIn, Precedence
 from fsdp_wrap._params import Until, Where
-from fsdp_wrap._runtime import Schedule, Unit, after_backward, schedule_of
+from fsdp_wrap._runtime import Step, Unit, after_backward, step_of
 
 
 class GradientsInPlace(PlugIn):
@@ -18,22 +18,22 @@ class GradientsInPlace(PlugIn):
 
     def enters(self, unit: Unit, what: Computing) -> None:
         """Ends reductions in flight: memory counts more than overlap with the first gradients."""
-        queue = schedule_of(unit).queue
+        queue = step_of(unit).queue
         if what is Computing.BACKWARD and unit.handle.sizeable and queue.busy:
             queue.make_room(unit.options.most_reducing - 1)
 
     def computes(self, unit: Unit, what: Computing) -> None:
         """Puts off the next gather until gradients have taken the place of the parameters."""
-        schedule = schedule_of(unit)
+        schedule = step_of(unit)
         if what is Computing.BACKWARD and unit.handle.bulky and _nothing_needs(schedule, unit):
             schedule.queue.prefetch_later(unit)
 
     def brings(self, unit: Unit, leaf: nn.Parameter) -> None:
-        if _nothing_needs(schedule_of(unit), unit):
+        if _nothing_needs(step_of(unit), unit):
             unit.handle.take_in_place(leaf)
 
 
-def _nothing_needs(schedule: Schedule, unit: Unit) -> bool:
+def _nothing_needs(schedule: Step, unit: Unit) -> bool:
     """Returns whether the unit's parameters are freed, and its gradients reduced, when its backward ends."""
     needed = unit.running or unit.arrivals.needed_to_end or unit.handle.where is not Where.FULL
     reduced = schedule.syncs and unit.options.syncs and not torch.is_grad_enabled()  # no create_graph

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 
 from fsdp_wrap._core import check_kind, warn_caller
-from fsdp_wrap._runtime import schedule_of
+from fsdp_wrap._runtime import step_of
 from fsdp_wrap._values.auditing.corruption import Corruption, CorruptionError, text_of
 from fsdp_wrap._values.auditing.tree import TreeAudit
 from fsdp_wrap._values.finding import quoted
@@ -34,10 +34,10 @@ class Audit:
         self._trees = [
             TreeAudit(
                 schedule,
-                {unit: name for unit, name in names.items() if schedule_of(unit) is schedule},
+                {unit: name for unit, name in names.items() if step_of(unit) is schedule},
                 *(every, seed, self._report, self._skip),
             )
-            for schedule in dict.fromkeys(map(schedule_of, names))
+            for schedule in dict.fromkeys(map(step_of, names))
         ]
 
     @property

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._params import ShardedParams
-from fsdp_wrap._runtime import Schedule, Unit
+from fsdp_wrap._runtime import Step, Unit
 from fsdp_wrap._values import files
 from fsdp_wrap._values.auditing.corruption import SHARD, UPDATE, Corruption, causes
 from fsdp_wrap._values.auditing.parts import AuditedSegment, Key, Sums, parts_of
@@ -52,7 +52,7 @@ class TreeAudit(Reader):
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: Step,
         units: Mapping[Unit, str],
         every: int,
         seed: int,
@@ -158,7 +158,7 @@ class TreeAudit(Reader):
     # Whether ranks meet follows from steps of optimizers and from forwards that all ranks run, and from
     # nothing that one rank alone knows: inside `uneven` a rank may run no forward, or other backwards.
 
-    def begin(self, schedule: Schedule | None) -> None:
+    def begin(self, schedule: Step | None) -> None:
         all_run = all_begin(self._schedule)
         if all_run and self._stepped:
             self._end_step()
@@ -214,7 +214,7 @@ class TreeAudit(Reader):
     def dropped(self) -> None:
         self._reductions.drop()
 
-    def end(self, schedule: Schedule) -> None:
+    def end(self, schedule: Step) -> None:
         if self._begun and all_here(schedule):
             self._meet()
 

@@ -141,7 +141,7 @@ class Twice:
         if call is None or unit is not call.unit:
             return
         call.backwards += 1
-        used_elsewhere = unit.schedule is None or unit.schedule.root is unit or unit.kept_module is not None
+        used_elsewhere = unit.step is None or unit.step.root is unit or unit.kept_module is not None
         if alone or used_elsewhere or not unit.options.reshard_after_forward:
             return
         for segment in unit.segments:

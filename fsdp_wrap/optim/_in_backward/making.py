@@ -13,9 +13,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
 from fsdp_wrap._core import reason_against_pieces, warn_of_lost_decay
-from fsdp_wrap._runtime import Unit, handles_of, require_idle, units_in
+from fsdp_wrap._runtime import Unit, handles_of, units_in
 from fsdp_wrap._state import Originals, ShardedGradScaler
 from fsdp_wrap.optim._in_backward.steps import BackwardSteps, sharded_params, steps_of
 from fsdp_wrap.optim._on_shards import AnyOptimizer

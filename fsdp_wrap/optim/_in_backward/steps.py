@@ -19,11 +19,12 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import HostLane
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind, count_step, counted_before, warn_caller
 from fsdp_wrap._core.torch_private import graph_task, hook_gradient
 from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Progress, Schedule, Unit, handles_of, require_idle, schedule_of, will_run
+from fsdp_wrap._runtime import Progress, Step, Unit, handles_of, step_of, will_run
 from fsdp_wrap._state import NormInParts, scale_to
 from fsdp_wrap.optim._in_backward.unit_params import ScaledUnit, UnitParams
 from fsdp_wrap.optim._on_shards import put_in_order
@@ -64,7 +65,7 @@ class BackwardSteps:
         self._max_norm, self._clip_value, self._scaler, self._lane = max_norm, clip_value, scaler, lane
         self._optimizer = optimizer
         self._parts: MutableMapping[Unit, UnitParams] = WeakKeyDictionary()
-        self._trees: MutableMapping[Schedule, UnitUpdates] = WeakKeyDictionary()
+        self._trees: MutableMapping[Step, UnitUpdates] = WeakKeyDictionary()
         self._joins = _UpdatesLater(self._update_in)
         self._overflowed = self._began = False
         self._entries = 0  # of the optimizer's state, when it was put in order
@@ -77,11 +78,11 @@ class BackwardSteps:
                 unit.plug_ins.attach(self._joins)
         handles = handles_of(self._parts)
         self._norm = NormInParts(handles) if max_norm is not None and handles else None
-        for schedule in dict.fromkeys(map(schedule_of, self._parts)):
+        for schedule in dict.fromkeys(map(step_of, self._parts)):
             if schedule not in self._trees:
                 self._update_in(schedule)
 
-    def _update_in(self, tree: Schedule) -> None:
+    def _update_in(self, tree: Step) -> None:
         """Updates the model's units in the backwards of a tree."""
         updates = self._trees[tree] = UnitUpdates(self, self._parts)
         tree.plug_ins.attach(updates)
@@ -284,10 +285,10 @@ class BackwardSteps:
 class _UpdatesLater(PlugIn):
     """Attached to units, it lets them be updated in the trees that they join later."""
 
-    def __init__(self, update_in: Callable[[Schedule], None]) -> None:
+    def __init__(self, update_in: Callable[[Step], None]) -> None:
         self._update_in = update_in
 
-    def made(self, step: Schedule) -> None:
+    def made(self, step: Step) -> None:
         self._update_in(step)
 
 
@@ -321,7 +322,7 @@ class UnitUpdates(PlugIn):
 
     # which units are complete
 
-    def backward_opens(self, step: Schedule) -> None:
+    def backward_opens(self, step: Step) -> None:
         self._begun, self._last = True, step.ending.waits and not step.plug_ins.shadowed
         self._updated.clear()
         self._outputs.clear()
@@ -375,7 +376,7 @@ class UnitUpdates(PlugIn):
         if not self._steps.communicates:
             self._update(unit for unit in self._reduced if not unit.handle.awaits_gradients)
 
-    def before_reduction(self, step: Schedule) -> None:
+    def before_reduction(self, step: Step) -> None:
         """Updates all that is complete: updates that communicate do so here."""
         self._update(self._reduced)
 
@@ -401,7 +402,7 @@ class UnitUpdates(PlugIn):
 
     # the end
 
-    def backward_closes(self, step: Schedule, complete: bool) -> None:
+    def backward_closes(self, step: Step, complete: bool) -> None:
         """Updates the units that are left when all gradients are complete."""
         if not complete:
             return
@@ -413,7 +414,7 @@ class UnitUpdates(PlugIn):
             self._steps.finish(left)
         self._updated.clear()
 
-    def dropped(self, step: Schedule) -> None:
+    def dropped(self, step: Step) -> None:
         """Ends a failed backward without further updates."""
         begun, reduced = self._end()
         if begun:

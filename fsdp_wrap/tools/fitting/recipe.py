@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import default_mesh
 from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, own_output, walk
-from fsdp_wrap._runtime import Unit, require_idle, units_in
+from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap.api import CPUOffloadPolicy, OffloadPolicy
 from fsdp_wrap.fully_shard import fully_shard
 

@@ -1,0 +1,20 @@
+"""What users, and other ranks, ask of a step by hand, between the moments of its path.
+
+Lives here: gathers, ends of backwards, sums of gradients by request, and what must not run inside a step.
+May import: `_core`, `_comm`, `_params`, `_runtime`, `_building`.
+Must never know: the surface of the front-ends, and state dicts.
+"""
+
+from fsdp_wrap._by_hand.backwards import (
+    await_reduction,
+    end_backwards_of,
+    end_failed_backward,
+    finalize,
+    no_sync,
+    refuse_steps_between_sums,
+    require_between_backwards,
+    reset,
+    summing,
+)
+from fsdp_wrap._by_hand.parameters import follow, reshard, show_unsharded, showing, unshard, wait_for
+from fsdp_wrap._by_hand.rest import joins, note_change, require_idle
