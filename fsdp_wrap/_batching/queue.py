@@ -152,7 +152,11 @@ class BatchingQueue(Queue):
             self._send(phase, unit.options.most_reducing - 1)
 
     def send(self) -> None:
-        self._send(Phase.FINAL_CALLBACK, 0)
+        try:
+            self._send(Phase.FINAL_CALLBACK, 0)
+        except (RuntimeError, MemoryError) as error:
+            self._step.explain(error)
+            raise
 
     def drop(self) -> None:
         super().drop()

@@ -13,11 +13,17 @@ from fsdp_wrap._params import Where
 from fsdp_wrap._runtime import ExecOrder, Step, Unit, step_of
 
 
+def _follow_user(step: Step, units: Sequence[Unit]) -> None:
+    """Goes on after the user, who may have written to shards of the units."""
+    for act in step.plug_ins.follows:
+        act(step, units)
+
+
 def unshard(unit: Unit) -> None:
     """Issues a unit's all-gather; the next iteration reuses its parameters unless they change."""
     step, handle = step_of(unit), unit.handle
     if graph_task() == -1 and not step.depth:
-        step.follow_user([unit])
+        _follow_user(step, [unit])
         if not handle.is_current:
             unit.reshard(Phase.IDLE)
             if handle.where is Where.SHARDED:
@@ -28,7 +34,7 @@ def unshard(unit: Unit) -> None:
 
 def show_unsharded(unit: Unit) -> None:
     """Shows the modules of a unit its full parameters, until it is resharded or its forward ends."""
-    step_of(unit).follow_user([unit])
+    _follow_user(step_of(unit), [unit])
     unit.unshard(Phase.IDLE)
     unit.prepare_leaves()
     unit.handle.shown.show_leaves()
@@ -66,7 +72,7 @@ def follow(step: Step, order: ExecOrder | None = None) -> None:
     """
     if order is not None:
         step.queue.order.restore(order)
-    step.follow_user(step.units)
+    _follow_user(step, step.units)
     for unit in step.units:
         reshard(unit)
         unit.handle.become_sharded()

@@ -24,13 +24,20 @@ from fsdp_wrap._core import (
 from fsdp_wrap._core.torch_private import current_transform, graph_task
 from fsdp_wrap._params import ParamHandle
 from fsdp_wrap._runtime.refusals import refuse_alone
-from fsdp_wrap._runtime.step import Step, step_of
+from fsdp_wrap._runtime.step import Step
 from fsdp_wrap._runtime.unit import ForwardCall, Unit, handles_of
 
 inside_transforms: Seam[Callable[[Sequence[Unit], nn.Module | None, Callable[[], Any]], Any]] = Seam(
     "transforms of torch.func", "fsdp_wrap._transforms"
 )
 """Runs a forward call of units, or of one of their parts, inside a transform of `torch.func`."""
+
+
+def step_of(unit: Unit) -> Step:
+    """Returns a unit's step; makes one, with the unit as root, if it has none yet."""
+    step = unit.step or Step(unit)
+    assert isinstance(step, Step)
+    return step
 
 
 def run_forward(

@@ -1,15 +1,13 @@
 """`Step`: the path of a step, from the outermost forward to the final callback, in its order.
 
-Two triggers end a unit's backward (docs/architecture.md): when all trainable leaves have their gradients the
-reduction starts; when the gradients of the unit's inputs are done as well, the unit reshards. The backward's
-final callback finishes the units that no trigger has reached. `stays.py` decides how long full parameters
-stay, `ends.py` when a unit's backward is over, `queue.py` what is in flight.
+`stays.py` decides how long full parameters stay, `ends.py` when a unit's backward is over, `queue.py` what is
+in flight, and when. Plug-ins do what not every step does.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -27,11 +25,10 @@ from fsdp_wrap._runtime.ends import Done, ends
 from fsdp_wrap._runtime.queue import Queue
 from fsdp_wrap._runtime.refusals import refuse_graph
 from fsdp_wrap._runtime.stays import Stays, after_backward
-from fsdp_wrap._runtime.tree import UnitTree
+from fsdp_wrap._runtime.tree import NONE_RUNS, UnitTree
 from fsdp_wrap._runtime.unit import ForwardCall, Unit, hooked_for, refuse_lent
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_NONE_RUNS: Callable[[], object] = weakref.ref(set())  # dead, as the callback of a backward that is over
 
 
 class Step(UnitTree):
@@ -50,16 +47,9 @@ class Step(UnitTree):
 
     def __init__(self, root: Unit) -> None:
         self.stays = Stays(root.over_all_meshes)
-        self.backward_open, self.gradients_came, self._end = False, False, _NONE_RUNS
-        self._trains, self._keeps_graph = False, False
-        self._thread = get_ident()  # that of the last forward
+        self.backward_open = self.gradients_came = self._trains = self._keeps_graph = False
         self.queue = Queue(self)
         super().__init__(root)  # last: plug-ins that see a new tree may use all of it
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward runs, in this thread or in another than the forward's."""
-        return graph_task() != -1 or (self._end() is not None and get_ident() != self._thread)
 
     # forward
 
@@ -101,16 +91,16 @@ class Step(UnitTree):
         self.ending.require_waited("a forward")
         if self.backward_open:
             self.abandon_backward()
-        for communicator in self._communicators:
-            communicator.require_group()  # meshes may keep destroyed groups alive
+        self.require_groups()
         self.iteration += 1
-        self._thread = get_ident()
+        self.thread = get_ident()
         for act in self.plug_ins.forward_begins:
             act(self)
         for act in self.plug_ins.forward_opens:
             act(self)
         self.queue.order.begin_forward()
-        self.follow_user(self._units)
+        for act in self.plug_ins.follows:
+            act(self, self._units)
         for unit in self._units:
             handle = unit.handle
             if handle.where is not Where.SHARDED or handle.post_forward_shards is not None:
@@ -122,11 +112,6 @@ class Step(UnitTree):
                 self.hook_leaves(unit)
         for act in self.plug_ins.forward_ready:
             act(self)
-
-    def follow_user(self, units: Sequence[Unit]) -> None:
-        """Goes on after the user, who may have written to shards of the units."""
-        for act in self.plug_ins.follows:
-            act(self, units)
 
     def hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves that need gradients and are not hooked yet."""
@@ -141,13 +126,10 @@ class Step(UnitTree):
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def after_forward(self, call: ForwardCall, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
-        """Hooks a unit's outputs for its backward, and reshards the unit if possible.
+        """Hooks the tensors of a forward's output for its backward, and reshards the unit if possible.
 
-        Args:
-            call: The forward call, of a unit with parameters.
-            tensors: All tensors in the module's output.
-            inputs: The nodes of watched inputs. Only the outputs' hooks keep them: a reference from
-                `call`, which the nodes' own hooks hold, would be a cycle that is never collected.
+        Only the outputs' hooks keep `inputs`, the nodes of watched inputs: a reference from `call`, which the
+        nodes' own hooks hold, would be a cycle that is never collected.
         """
         unit = call.unit
         for act in unit.plug_ins.ran:
@@ -209,10 +191,7 @@ class Step(UnitTree):
     def _before_backward(
         self, call: ForwardCall, inputs: list[Node], tells: bool, grad: torch.Tensor
     ) -> torch.Tensor | None:
-        """Unshards when a gradient reaches a call's output; returns a view to watch it, if needed.
-
-        `tells` says that the gradient is the output's own, not one of what it is a view of.
-        """
+        """Unshards when a gradient reaches a call's output: its own (`tells`), or of what it is a view of."""
         unit, task = call.unit, graph_task()
         self.unshard_again(call)
         if call.task != task:
@@ -229,7 +208,7 @@ class Step(UnitTree):
 
     def unshard_again(self, call: ForwardCall) -> None:
         """Shows modules the leaves of a call's forward; raises if their values have changed."""
-        if self._end() is None:
+        if self.end() is None:
             self._open_backward()
         unit, handle = call.unit, call.unit.handle
         try:
@@ -255,7 +234,7 @@ class Step(UnitTree):
             self.abandon_backward()
         for act in self.plug_ins.backward_begins:
             act(self)
-        self._end = weakref.ref(end := self._end_backward)  # before it is open, for other threads
+        self.end = weakref.ref(end := self._end_backward)  # before it is open, for other threads
         self.begin_backward()
         execution_engine.queue_callback(end)  # autograd alone holds it, as long as this backward runs
 
@@ -286,7 +265,7 @@ class Step(UnitTree):
         assert isinstance(self, Step)
         if torch.is_grad_enabled():  # create_graph
             refuse_graph(unit, leaf)
-        if self._end() is None:
+        if self.end() is None:
             self._open_backward()
             if not leaf.requires_grad:  # frozen since its forward
                 leaf.grad = None
@@ -310,9 +289,8 @@ class Step(UnitTree):
             if unit.arrivals.missing and not unit.tied:
                 unit.arrivals.go_on()
             self._end_backward_of(unit, last_input=True)
-        return (
-            (watched(self.unshard_again, call, grads[0]),) if torch.is_grad_enabled() else None
-        )  # create_graph
+        keeps_graph = torch.is_grad_enabled()  # create_graph
+        return (watched(self.unshard_again, call, grads[0]),) if keeps_graph else None
 
     def _end_backward_of(self, unit: Unit, last_input: bool) -> None:
         """Ends the backward of a unit, and of those that end with it, as far as it is over."""
@@ -386,11 +364,7 @@ class Step(UnitTree):
         for unit in self._units:
             if not (self.syncs and unit.options.syncs):
                 unit.handle.keep_accumulated()
-        try:
-            self.queue.send()
-        except (RuntimeError, MemoryError) as error:
-            self.explain(error)
-            raise
+        self.queue.send()
         self.close(waits)
         self._forget_backward()
 
@@ -406,7 +380,7 @@ class Step(UnitTree):
 
     def _forget_backward(self) -> None:
         self.stays.end_backward()
-        self.backward_open, self._keeps_graph, self._end = False, False, _NONE_RUNS
+        self.backward_open, self._keeps_graph, self.end = False, False, NONE_RUNS
         self.restore_sums()
 
     def abandon_backward(self) -> None:
@@ -423,10 +397,3 @@ class Step(UnitTree):
             unit.arrivals.forget()
             unit.handle.abandon_backward()
             unit.reshard(Phase.IDLE)
-
-
-def step_of(unit: Unit) -> Step:
-    """Returns a unit's step; makes one, with the unit as root, if it has none yet."""
-    step = unit.step or Step(unit)
-    assert isinstance(step, Step)
-    return step

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from itertools import chain
+from threading import get_ident
 
 import torch
 
@@ -11,6 +14,9 @@ from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.same_model import SameModel
 from fsdp_wrap._runtime.unit import StepState, Unit, communicators_of, units_in
+
+NONE_RUNS: Callable[[], object] = weakref.ref(set())
+"""A dead reference, as to the final callback of a backward that is over."""
 
 
 class UnitTree(StepState):
@@ -25,6 +31,8 @@ class UnitTree(StepState):
         ranks: Compares the tree between ranks.
         device: Device of computation.
         depth: Number of forward calls in progress.
+        thread: That of the last outermost forward.
+        end: Refers to the final callback of the running backward; to nothing while none runs.
     """
 
     def __init__(self, root: Unit) -> None:
@@ -34,6 +42,7 @@ class UnitTree(StepState):
             names.setdefault(unit, []).append(fqn)
         self._units = [*names]
         self.depth = 0
+        self.thread, self.end = get_ident(), NONE_RUNS
         before = {unit: unit.step for unit in names if isinstance(unit.step, UnitTree)}
         self.ending: BackwardEnd = BackwardEnd({unit: tree.ending for unit, tree in before.items()})
         communicators = communicators_of(self._units)
@@ -53,8 +62,18 @@ class UnitTree(StepState):
 
     @property
     def units(self) -> list[Unit]:
-        """The units that still run in this schedule: users may keep parts of a tree whose root has gone."""
+        """The units that still run in this step: users may keep parts of a tree whose root has gone."""
         return [unit for unit in self._units if unit.step is self and not unit.gone]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs, in this thread or in another than the forward's."""
+        return graph_task() != -1 or (self.end() is not None and get_ident() != self.thread)
+
+    def require_groups(self) -> None:
+        """Raises if a process group was destroyed, which meshes may keep alive."""
+        for communicator in self._communicators:
+            communicator.require_group()
 
     @property
     def shifts_alone(self) -> bool:

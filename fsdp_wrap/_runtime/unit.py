@@ -132,6 +132,10 @@ class StepState(ABC):
         self.syncs = self.sums_over_replicas = True
 
     @abstractmethod
+    def explain(self, error: BaseException) -> None:
+        """Lets plug-ins add to an error that leaves the runtime."""
+
+    @abstractmethod
     def hook_leaves(self, unit: Unit) -> None:
         """Hooks leaves of a unit that need gradients and are not hooked yet."""
 
