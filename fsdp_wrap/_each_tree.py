@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_wrap._batching import Batching
-from fsdp_wrap._checks import ErrorNames, OrderCheck, StepChecks, StepNotes, UserEdits
+from fsdp_wrap._checks import ErrorNames, OrderCheck, OwnGradients, StepChecks, StepNotes, UserEdits
 from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import PlugIn, everywhere
 from fsdp_wrap._full_in_eval import FullInEval
@@ -25,3 +25,4 @@ class _EachTree(PlugIn):
 
 
 everywhere.attach(_EachTree())
+everywhere.attach(OwnGradients())

@@ -17,4 +17,5 @@ from fsdp_wrap._by_hand.backwards import (
     summing,
 )
 from fsdp_wrap._by_hand.parameters import follow, reshard, show_unsharded, showing, unshard, wait_for
+from fsdp_wrap._by_hand.ranks import ranks_of
 from fsdp_wrap._by_hand.rest import joins, note_change, require_idle

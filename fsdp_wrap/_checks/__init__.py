@@ -11,11 +11,13 @@ from fsdp_wrap._checks.edits import UserEdits
 from fsdp_wrap._checks.errors import ErrorNames, out_of_memory
 from fsdp_wrap._checks.notes import StepNotes
 from fsdp_wrap._checks.order import OrderCheck
+from fsdp_wrap._checks.own_gradients import OwnGradients
 from fsdp_wrap._checks.steps import StepChecks, scaling_gradients
 
 __all__ = [
     "ErrorNames",
     "OrderCheck",
+    "OwnGradients",
     "StepChecks",
     "StepNotes",
     "UserEdits",

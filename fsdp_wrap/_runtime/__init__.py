@@ -9,7 +9,6 @@ from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.forward import inside_transforms, prepared_inputs, run_forward, step_of
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue, Reducing
-from fsdp_wrap._runtime.same_model import ranks_of
 from fsdp_wrap._runtime.stays import after_backward
 from fsdp_wrap._runtime.step import Step
 from fsdp_wrap._runtime.unit import (

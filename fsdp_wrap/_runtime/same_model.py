@@ -17,14 +17,13 @@ import torch.distributed as dist
 from fsdp_wrap._comm import (
     SAME_SETTINGS,
     Agreement,
-    Note,
     Tree,
     UnitCollective,
     UnitPositions,
     accelerator_of,
 )
 from fsdp_wrap._core import Phase, PlugIn, Precedence, warn_caller
-from fsdp_wrap._runtime.unit import Unit, communicators_of
+from fsdp_wrap._runtime.unit import Unit
 
 _BATCHES = 256  # batches of units whose notes are kept
 _TOLERANCE = 0.01  # of the largest element: processors need not round alike, and dtypes are coarse
@@ -182,26 +181,6 @@ class SameModel(PlugIn):
                 f"the parameter '{unit.name_of(fqns[differs])}' began with other values on rank "
                 f"{dist.get_rank()} than on rank {rank}, and each rank keeps its own: {_CURE}"
             )
-
-
-def ranks_of(units: Sequence[Unit], note: Note, iteration: int) -> set[int]:
-    """Returns the global ranks that share a model, directly or through other ranks; collective.
-
-    Args:
-        units: Its units.
-        note: Names what is agreed on in messages.
-        iteration: The iteration, for messages.
-    """
-    communicators = communicators_of(units)
-    members = {dist.get_rank()}.union(*(communicator.members for communicator in communicators))
-    for sharded in (sharded for unit in units for sharded in unit.params):
-        parts = (part for part in sharded.distributed or () if part is not None)
-        members.update(*(part.mesh.mesh.flatten().tolist() for part in parts))
-    for communicator in communicators:
-        if communicator.positions is not None and communicator.positions.agreement.store is not None:
-            communicator.positions.issue(note, Phase.FORWARD, iteration)
-            members.update(*communicator.all_gather_object(members))
-    return members
 
 
 def _batched(logs: Mapping[Unit, UnitPositions], kind: _Kind, units: tuple[Unit, ...]) -> UnitCollective:

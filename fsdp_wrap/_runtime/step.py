@@ -120,10 +120,12 @@ class Step(UnitTree):
         for source in with_optimizers(sources, unit.name) if leaves else ():
             source.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[no-untyped-call]
         # Weak, since the leaf holds the hook and the unit the leaf: such a cycle is never collected.
-        act = partial(type(self)._gradient_arrived, weakref.ref(unit))
+        arrived = partial(type(self)._gradient_arrived, weakref.ref(unit))
         for leaf in leaves:
-            hook = unit.arrivals.hook(leaf, act)
+            hook = unit.arrivals.hook(leaf, arrived)
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for act in unit.plug_ins.trains:
+            act(unit)
 
     def after_forward(self, call: ForwardCall, tensors: list[torch.Tensor], inputs: list[Node]) -> None:
         """Hooks the tensors of a forward's output for its backward, and reshards the unit if possible.
@@ -289,8 +291,7 @@ class Step(UnitTree):
             if unit.arrivals.missing and not unit.tied:
                 unit.arrivals.go_on()
             self._end_backward_of(unit, last_input=True)
-        keeps_graph = torch.is_grad_enabled()  # create_graph
-        return (watched(self.unshard_again, call, grads[0]),) if keeps_graph else None
+        return (watched(self.unshard_again, call, grads[0]),) if torch.is_grad_enabled() else None
 
     def _end_backward_of(self, unit: Unit, last_input: bool) -> None:
         """Ends the backward of a unit, and of those that end with it, as far as it is over."""

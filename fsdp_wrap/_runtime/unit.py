@@ -10,7 +10,6 @@ from enum import Enum
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -33,12 +32,10 @@ from fsdp_wrap._core import (
     clean_fqn,
     everywhere,
     walk,
-    warn_caller,
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
 from fsdp_wrap._params import EmptyHandle, ParamHandle, Segment, ShardedParams, Until, Where
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
-from fsdp_wrap._runtime.own_gradients import watch_own_gradients
 
 
 @dataclass(frozen=True)
@@ -214,8 +211,7 @@ class Unit:
         self._choose_casts()
         self.step: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
-        self._own_gradients: list[tuple[Node, Any]] = []
-        self._told_of_own_gradients, self.hooked = False, -1
+        self.hooked = -1
         self.all_train = not handle.params
         self.arrivals = Arrivals()
 
@@ -259,7 +255,6 @@ class Unit:
         """Drops all references when the module has gone: the units of a tree reference each other."""
         self.handle, self.initial = self._of_gone, None
         self._hooked.clear()
-        self._own_gradients = []
 
     @property
     def over_all_meshes(self) -> tuple[Unit, ...]:
@@ -455,23 +450,7 @@ class Unit:
         self.all_train = len(trainable) == len(leaves)
         new = [leaf for leaf in trainable if leaf not in self._hooked]
         self._hooked = {*self._hooked.intersection(leaves), *new}
-        for _, watching in self._own_gradients:
-            watching.remove()
-        self._own_gradients = [*watch_own_gradients(self.segments, self.tell_of_own_gradient)]
         return new
-
-    def tell_of_own_gradient(self, param: str) -> None:
-        """Warns, the first time, that the gradient of a sharded parameter itself is not averaged."""
-        if self._told_of_own_gradients:
-            return
-        self._told_of_own_gradients = True
-        warn_caller(
-            f"a gradient reached the sharded parameter '{self.name_of(param)}' itself on rank "
-            f"{dist.get_rank()}, since a graph uses it outside of the forward of {self.name}. It is taken "
-            "as it is, not averaged: right for what all ranks compute alike, or each with its own elements "
-            "(a penalty), wrong for what depends on their batches. For that use full_tensor() of the "
-            "parameter itself (fully_shard), the module's forward, or one unit for all that uses it"
-        )
 
     def prepare_leaves(self) -> bool:
         """Lets the leaves take gradients outside of a forward; returns False before the first use."""

@@ -7,9 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from fsdp_wrap._by_hand import ranks_of
 from fsdp_wrap._comm import Note
 from fsdp_wrap._params import LocalPart
-from fsdp_wrap._runtime import Step, ranks_of
+from fsdp_wrap._runtime import Step
 from fsdp_wrap._uneven.peers import Peers
 from fsdp_wrap._uneven.planned import peers_over
 

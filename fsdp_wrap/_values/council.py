@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp_wrap._by_hand import ranks_of
 from fsdp_wrap._comm import (
     CARRY_NOTHING,
     Communicator,
@@ -16,7 +17,7 @@ from fsdp_wrap._comm import (
     ranks_in,
 )
 from fsdp_wrap._core import Phase
-from fsdp_wrap._runtime import Step, ranks_of
+from fsdp_wrap._runtime import Step
 
 T = TypeVar("T")
 

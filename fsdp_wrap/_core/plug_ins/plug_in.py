@@ -206,6 +206,9 @@ class PlugIn:
 
     # of a unit
 
+    def trains(self, unit: Any) -> None:
+        """Other leaves of a unit train than before, and have the hooks of the step."""
+
     def enters(self, unit: Any, what: Computing) -> None:
         """A unit with parameters will compute, and is not gathered for it yet.
 
@@ -382,6 +385,7 @@ class PlugIns:
     explains: Moment
     rests: Moment
     dropped: Moment
+    trains: Moment
     enters: Moment
     computes: Moment
     computed: Moment
