@@ -40,7 +40,16 @@ from fsdp_wrap._state import (
     param_aliases,
     settled_units,
 )
-from fsdp_wrap.checkpoint._hub import Described, HubLayout, fill_buffers, give_memory, refuse_meta_buffers
+from fsdp_wrap.checkpoint._hub import (
+    Described,
+    HubLayout,
+    block_in,
+    dequantised,
+    fill_buffers,
+    give_memory,
+    has_scales,
+    refuse_meta_buffers,
+)
 from fsdp_wrap.checkpoint._manifest import crc_of, durable, tile
 from fsdp_wrap.checkpoint._places.remote import RemotePath
 from fsdp_wrap.checkpoint._places.steps import path_at
@@ -185,10 +194,10 @@ def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -
 
 
 def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
-    """Returns a file's header and each tensor's offset: large dtypes first, for alignment."""
+    """Returns a file's header and each tensor's offset."""
     entries: dict[str, Any] = {_ABOUT: {"format": "pt"}}
     starts, stop = {}, 0
-    for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
+    for name, (shape, dtype) in _in_order(tensors).items():
         starts[name], stop = stop, stop + nbytes(shape, dtype)
         span = [starts[name], stop]
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
@@ -196,6 +205,16 @@ def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
     text += b" " * (-len(text) % 8)
     begin = len(text).to_bytes(8, "little") + text
     return begin, {name: len(begin) + start for name, start in starts.items()}
+
+
+def _in_order(tensors: Described) -> Described:
+    """Returns tensors in the order of their bytes: as given if that aligns them, else large dtypes first."""
+    begin = 0
+    for shape, dtype in tensors.values():
+        if begin % dtype.itemsize:
+            return dict(sorted(tensors.items(), key=lambda item: -item[1][1].itemsize))
+        begin += nbytes(shape, dtype)
+    return tensors
 
 
 def index_of(plan: Mapping[str, Described]) -> bytes:
@@ -242,8 +261,9 @@ def import_safetensors(
     their unit, once the files are known to fit.
 
     A model of transformers is loaded from files as they lie on the Hub: names and shapes are converted as its
-    `from_pretrained` does, experts one by one into fused ones, fp8 and mxfp4 weights into numbers. Buffers
-    that no file holds are computed. This needs transformers 5 where the layouts differ.
+    `from_pretrained` does, experts one by one into fused ones, mxfp4 weights into numbers. Buffers that no
+    file holds are computed. This needs transformers 5 where the layouts differ. fp8 weights with scales of
+    blocks become numbers for any model.
 
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
@@ -266,6 +286,8 @@ def import_safetensors(
     most, folder = nbytes_of(budget, "budget"), path_at(directory)
     targets = Targets(module)
     given = read_safetensors(folder)
+    if has_scales(given):
+        given = dequantised(given, targets.tensors, block_in(folder))
     buffers: dict[str, torch.Tensor] = {}
     if (layout := HubLayout.of(module)) is not None:
         buffers = layout.buffers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -415,3 +416,108 @@ def test_what_does_not_fit_is_refused_and_the_model_stays_on_meta(rank, world_si
     dist.barrier()
     with pytest.raises(ValueError, match="quantised by awq, which only transformers can load"):
         checkpoint.import_safetensors(model, tmp_path)
+
+
+FP8 = torch.float8_e4m3fn
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "head_dim": 64,
+    "kv_lora_rank": 112,
+    "q_lora_rank": 128,
+}
+"""Sizes with whole blocks, but for some projections of DeepSeek V3."""
+LEFT = {
+    "llama": r"embed_tokens|norm",
+    "mixtral": r"embed_tokens|norm|block_sparse_moe\.gate\.|lm_head",
+    "qwen3_moe": r"embed_tokens|norm|mlp\.gate\.|lm_head",
+    "deepseek_v3": r"embed_tokens|norm|mlp\.gate\.|lm_head|kv_b_proj|o_proj",
+    "gpt_oss": r"embed_tokens|norm|router|experts|bias|sinks|lm_head",
+}
+"""What files in fp8 hold in the model's dtype."""
+
+
+def _wide(kind: str) -> Any:
+    config = _config(kind)
+    for name, size in WIDE.items():
+        if hasattr(config, name):
+            setattr(config, name, size)
+    return config
+
+
+def _wide_on_meta(kind: str) -> Any:
+    import transformers
+
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(_wide(kind), dtype=torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [*zip(MODELS, ("flat", "fully_shard hsdp", "fully_shard ep", "fully_shard hsdp", "orig"))],
+)
+@ranks(4)
+def test_exports_in_fp8_are_read_by_transformers_and_by_us(rank, world_size, tmp_path, kind, how):
+    import transformers
+    from safetensors.torch import load_file
+
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    if rank == 0:
+        torch.manual_seed(3)
+        transformers.AutoModelForCausalLM.from_config(_wide(kind), dtype=torch.bfloat16).save_pretrained(
+            theirs
+        )
+    dist.barrier()
+    model = _sharded(_wide_on_meta(kind), how)
+    checkpoint.import_safetensors(model, theirs)
+    checkpoint.export_safetensors(
+        model, ours, dtype=FP8, max_shard_size="300KB", files=[theirs / "config.json"]
+    )
+    dist.barrier()
+    stored = {name: value for path in ours.glob("*.safetensors") for name, value in load_file(path).items()}
+    before = load_file(theirs / "model.safetensors")
+    for name, value in before.items():
+        if re.search(LEFT[kind], name):
+            assert torch.equal(stored.pop(name), value), name
+        else:
+            codes, scales = stored.pop(name), stored.pop(f"{name}_scale_inv")
+            assert codes.dtype == FP8 and scales.dtype == torch.float32
+            meant = codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            assert ((meant - value.float()).abs() <= value.abs().max().float() * 16 / 448 * 1.01).all(), name
+    assert not stored
+    wanted = _loaded_by_transformers(ours, torch.bfloat16)
+    again = _sharded(_wide_on_meta(kind), how)
+    assert checkpoint.import_safetensors(again, ours, budget="100KB") == ([], [])
+    loaded = _clean(_full(again))
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(loaded[name], value), name
+    _assert_readers_find_scales(ours, kind)
+    checkpoint.export_safetensors(again, tmp_path / "numbers", files=[ours / "config.json"])
+    assert "quantization_config" not in json.loads((tmp_path / "numbers" / "config.json").read_text())
+
+
+def _assert_readers_find_scales(folder: Path, kind: str) -> None:
+    """Asks transformers which modules it makes for fp8, as on a GPU: exactly those that have scales."""
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    quantiser = AutoHfQuantizer.from_config(config, pre_quantized=True)
+    model = _wide_on_meta(kind)
+    quantiser._normalize_modules_to_not_convert(model)
+    left = quantiser.get_modules_to_not_convert(
+        model, quantiser.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+    )
+    model = replace_with_fp8_linear(model, left, quantiser.quantization_config, pre_quantized=True)
+    made = {path for path, module in model.named_modules() if type(module).__name__.startswith("FP8")}
+    from safetensors import safe_open
+
+    wanted = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                if name.endswith(".weight_scale_inv"):
+                    name = name.removesuffix(".weight_scale_inv").replace("block_sparse_moe", "mlp")
+                    wanted.add(re.sub(r"\.experts\..*", ".experts", name))
+    assert made == wanted

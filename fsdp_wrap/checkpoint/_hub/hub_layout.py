@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_wrap._core import WRAPPED_ATTR, original_class
 from fsdp_wrap._state import ReadsOnAccess
+from fsdp_wrap.checkpoint._hub.block_scales import BLOCK, weights_in
 from fsdp_wrap.checkpoint._hub.buffers import unsaved_buffers
 from fsdp_wrap.checkpoint._hub.converted import Conversion, Kept
 from fsdp_wrap.checkpoint._hub.stored import Described, StoredParams
@@ -127,6 +128,15 @@ class HubLayout:
                 stored.append(StoredParams.renamed(params[0], name, described[params[0]]))
         return stored
 
+    def weights_for_fp8(self) -> tuple[dict[str, str], list[str]]:
+        """Returns the module of each weight that may become fp8, and modules that transformers leaves."""
+        from transformers.quantizers.base import HfQuantizer
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        in_fp32 = self._model._keep_in_fp32_modules
+        left = HfQuantizer.get_modules_to_not_convert(self._model, None, in_fp32)
+        return weights_in(self._model, lambda path: not should_convert_module(path, left)), left
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Computes the buffers that no file holds, as `from_pretrained` does.
 
@@ -173,21 +183,34 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _quantiser(folder: Path) -> Any:
-    """Returns transformers' quantiser for files that are quantised, set to undo it; None for others."""
+def block_in(folder: Path) -> tuple[int, int]:
+    """Returns rows and columns of a block with one scale, as the files' configuration says."""
+    about = _quantisation(folder) or {}
+    rows, columns = about.get("weight_block_size") or (BLOCK, BLOCK)
+    return rows, columns
+
+
+def _quantisation(folder: Path) -> dict[str, Any] | None:
+    """Returns what the files' configuration says of their quantisation; None if they have none."""
     path = (folder if folder.is_dir() else folder.parent) / "config.json"
     if not path.exists():
         return None
     try:
-        about = json.loads(path.read_bytes()).get("quantization_config")
+        about: dict[str, Any] | None = json.loads(path.read_bytes()).get("quantization_config")
     except (ValueError, AttributeError) as error:
         raise RuntimeError(f"{path} is damaged: {error!r}") from error
+    return about
+
+
+def _quantiser(folder: Path) -> Any:
+    """Returns transformers' quantiser for files that are quantised, set to undo it; None for others."""
+    about = _quantisation(folder)
     if about is None:
         return None
     method = about.get("quant_method")
     if method not in _DEQUANTISED:
         raise ValueError(
-            f"{path.parent} holds weights quantised by {method}, which only transformers can load: call "
+            f"{folder} holds weights quantised by {method}, which only transformers can load: call "
             "from_pretrained() and shard after that, or dequantise the files first"
         )
     from transformers.quantizers.auto import AutoHfQuantizer
