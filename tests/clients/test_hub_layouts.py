@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -521,3 +522,98 @@ def _assert_readers_find_scales(folder: Path, kind: str) -> None:
                     name = name.removesuffix(".weight_scale_inv").replace("block_sparse_moe", "mlp")
                     wanted.add(re.sub(r"\.experts\..*", ".experts", name))
     assert made == wanted
+
+
+def _classifier(dtype: torch.dtype = torch.float32, on: str = "meta") -> Any:
+    """Returns a Llama with a head for three classes, which files of one that writes text lack."""
+    import transformers
+
+    config = _config("llama")
+    config.num_labels, config.pad_token_id, config.initializer_range = 3, 0, 0.5
+    with torch.device(on):
+        return transformers.AutoModelForSequenceClassification.from_config(config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("how", ["fully_shard hsdp", "flat", "orig"])
+@ranks(4)
+def test_a_new_head_is_initialised_where_that_is_asked_for(rank, world_size, tmp_path, how):
+    if rank == 0:
+        _saved("llama", tmp_path)
+    dist.barrier()
+    model = _sharded(_classifier(), how)
+    with pytest.raises(
+        RuntimeError, match=r"Missing key.*score.weight(.|\n)*pass initialize=\['score.weight'\]"
+    ):
+        checkpoint.import_safetensors(model, tmp_path)
+    if how == "fully_shard hsdp":  # the wrapper has given it memory
+        with pytest.raises(RuntimeError, match=r"on the meta device.*pass initialize=\['score.weight'\]"):
+            checkpoint.import_safetensors(model, tmp_path, strict=False)
+    torch.manual_seed(rank)
+    before = torch.get_rng_state()
+    for seed in (0, 7):
+        options: dict[str, Any] = {"initialize": ["score.weight"], "seed": seed, "budget": 1}
+        assert checkpoint.import_safetensors(model, tmp_path, **options) == ([], [])
+        assert torch.equal(torch.get_rng_state(), before)
+        loaded, wanted = _clean(_full(model)), _classifier(on="cpu")
+        torch.manual_seed(seed + zlib.crc32(b"score"))
+        wanted._init_weights(wanted.score)
+        torch.set_rng_state(before)
+        assert torch.equal(loaded["score.weight"], wanted.score.weight)
+        assert 0.4 < loaded["score.weight"].std() < 0.6
+    theirs = type(wanted).from_pretrained(tmp_path, num_labels=3, dtype=torch.float32).state_dict()
+    for name, value in theirs.items():
+        assert name == "score.weight" or torch.equal(loaded[name], value), name
+
+
+def test_what_files_have_is_never_initialised(tmp_path):
+    model = _classifier(on="cpu")
+    model.save_pretrained(tmp_path)
+    again = _classifier()
+    assert checkpoint.import_safetensors(again, tmp_path, initialize=["score.weight"]) == ([], [])
+    assert torch.equal(again.score.weight, model.score.weight)
+
+
+def test_a_module_that_is_initialised_by_one_around_it(tmp_path):
+    """The biases of a head of BERT are zeros, its weights are not, and each of two layers has its own."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.BertForPreTraining(config)
+    lacking = [name for name in model.state_dict() if name.startswith("cls.") and "decoder" not in name]
+    checkpoint.import_safetensors(model, tmp_path, initialize=[*lacking, "cls.predictions.decoder.bias"])
+    dense, relation = model.cls.predictions.transform, model.cls.seq_relationship
+    assert not dense.dense.bias.any() and (dense.LayerNorm.weight == 1).all()
+    assert not torch.equal(dense.dense.weight[:2], relation.weight)
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    for weight in (dense.dense.weight, relation.weight):
+        assert 0.01 < weight.std() < 0.03
+
+
+def test_initialize_takes_names_of_parameters_alone(tmp_path):
+    _saved("llama", tmp_path)
+    half: Any = 0.5
+    model = _classifier()
+    with pytest.raises(ValueError, match="initialize= names score, which the model has no parameter for"):
+        checkpoint.import_safetensors(model, tmp_path, initialize=["score"])
+    with pytest.raises(
+        TypeError, match="initialize must be a list of names of parameters, not 'score.weight'"
+    ):
+        checkpoint.import_safetensors(model, tmp_path, initialize="score.weight")
+    with pytest.raises(TypeError, match="seed must be an int, not 0.5"):
+        checkpoint.import_safetensors(model, tmp_path, initialize=["score.weight"], seed=half)
+    with pytest.raises(ValueError, match="initialize= is for models of transformers 5"):
+        checkpoint.import_safetensors(torch.nn.Linear(2, 2), tmp_path, initialize=["weight"])
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_what_a_class_does_not_initialise_is_refused(tmp_path, monkeypatch):
+    _saved("llama", tmp_path)
+    model = _classifier()
+    monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification does not initialise score.weight"):
+        checkpoint.import_safetensors(model, tmp_path, initialize=["score.weight"])
+    assert all(param.is_meta for param in model.parameters())
