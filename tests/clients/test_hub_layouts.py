@@ -617,3 +617,34 @@ def test_what_a_class_does_not_initialise_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="LlamaForSequenceClassification does not initialise score.weight"):
         checkpoint.import_safetensors(model, tmp_path, initialize=["score.weight"])
     assert all(param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize("budget", ["256MiB", 1])
+def test_blocks_that_end_early_are_dequantised(tmp_path, budget):
+    """As the projection of DeepSeek V3 to keys and values, which transformers refuses, and experts."""
+    _saved("deepseek_v3", tmp_path)
+    meant: dict[str, torch.Tensor] = {}
+    block = 48
+
+    def change(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        if "_proj" not in name or value.dim() != 2:
+            return {name: value}
+        rows, columns = value.shape
+        scales = torch.rand(-(-rows // block), -(-columns // block)) + 0.5
+        codes = value.float().to(FP8)
+        each = scales.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+        meant[name] = (codes.float() * each).bfloat16()
+        return {name: codes, f"{name}_scale_inv": scales}
+
+    _rewrite(tmp_path, change, {"quant_method": "fp8", "weight_block_size": [block, block]})
+    model = _on_meta("deepseek_v3", torch.bfloat16)
+    assert checkpoint.import_safetensors(model, tmp_path, budget=budget) == ([], [])
+    checkpoint.export_safetensors(model, tmp_path / "numbers")
+    from safetensors.torch import load_file
+
+    numbers = {
+        n: v for path in (tmp_path / "numbers").glob("*.safetensors") for n, v in load_file(path).items()
+    }
+    assert len(meant) == 28  # of attention, of a layer without experts, and of four experts and a shared one
+    for name, value in meant.items():
+        assert torch.equal(numbers[name], value), name
