@@ -2,11 +2,12 @@
 
     pip install -e '.[clients]' && torchrun --nproc-per-node 2 -m benchmarks.hub
 
-It makes models of about 1 GB of random weights, and prints tables in Markdown: seconds (median of the rounds,
-the ways in turns), what all ranks together read from the disk beside the size of the files (the files are
-dropped from the page cache before), and how much memory a rank takes at most beside its shard: its own, and
-with the pages of files that it has mapped. `from_pretrained` maps the whole model on each rank, and torch's
-`fully_shard` cuts it. DCP's reader of safetensors takes exact names, so it has no row where names differ.
+It makes models of 0.5 to 1 GB of random weights (DeepSeek V3 in fp8 with scales of blocks), and prints
+tables in Markdown: seconds (median of the rounds, the ways in turns), what all ranks together read from the
+disk beside the size of the files (the files are dropped from the page cache before), and how much memory a
+rank takes at most beside its shard: its own, and with the pages of files that it has mapped.
+`from_pretrained` maps the whole model on each rank, and torch's `fully_shard` cuts it. DCP's reader of
+safetensors takes exact names, so it has no row where names differ. `--kinds` and `--layers` try less.
 """
 
 from __future__ import annotations
@@ -44,7 +45,24 @@ SIZES: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 30, "intermediate_size": 4096},
     "qwen3_moe": {"num_hidden_layers": 12, "num_experts": 24, "moe_intermediate_size": 512},
+    "mixtral": {"num_hidden_layers": 9, "num_local_experts": 8, "intermediate_size": 2048},
+    "deepseek_v3": {
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 2048,
+        "n_routed_experts": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 512,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 192,
+        "head_dim": 64,
+    },
+    "gpt_oss": {"num_hidden_layers": 18, "num_local_experts": 8, "intermediate_size": 1024},
 }
+IN_FP8 = ("deepseek_v3",)
+FP8 = torch.float8_e4m3fn
 
 
 def config_of(kind: str) -> Any:
@@ -53,6 +71,19 @@ def config_of(kind: str) -> Any:
 
 def model_of(kind: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.bfloat16)
+
+
+def write(kind: str, folder: Path) -> None:
+    """Writes a model of random weights as it lies on the Hub."""
+    torch.manual_seed(0)
+    model = model_of(kind)
+    if kind not in IN_FP8:
+        model.save_pretrained(folder, max_shard_size="500MB")
+        return
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    config = folder / "config.json"
+    checkpoint.export_safetensors(model, folder, dtype=FP8, max_shard_size="500MB", files=[config])
 
 
 def sharded(model: Any, function: Callable[..., Any]) -> Any:
@@ -172,6 +203,9 @@ def exports(kind: str, folder: Path, rounds: int) -> None:
     def ours(out: Path) -> None:
         checkpoint.export_safetensors(model, out, budget=2**28)
 
+    def in_fp8(out: Path) -> None:
+        checkpoint.export_safetensors(model, out, budget=2**28, dtype=FP8)
+
     def theirs(out: Path) -> None:
         state = model.state_dict()
         index = dict.fromkeys(state, 1)
@@ -180,9 +214,10 @@ def exports(kind: str, folder: Path, rounds: int) -> None:
         )
         dcp.save(state, storage_writer=writer)
 
-    runs: dict[str, list[list[dict[str, float]]]] = {"ours": [], "DCP's writer, consolidated": []}
+    ways = {"ours": ours, "DCP's writer, consolidated": theirs, "ours, fp8": in_fp8}
+    runs: dict[str, list[list[dict[str, float]]]] = {way: [] for way in ways}
     for _ in range(rounds):
-        for way, save in zip(runs, (ours, theirs)):
+        for way, save in ways.items():
             out = folder.with_name("out")
             if dist.get_rank() == 0:
                 shutil.rmtree(out, ignore_errors=True)
@@ -201,18 +236,21 @@ def exports(kind: str, folder: Path, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--layers", type=int, help="of each model, to try it at a smaller size")
     parser.add_argument("--folder", help="where the files are made; a temporary folder by default")
     options = parser.parse_args()
+    for sizes in KINDS.values():
+        sizes["num_hidden_layers"] = options.layers or sizes["num_hidden_layers"]
     transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
     made = [tempfile.mkdtemp(dir=options.folder) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(made)
     try:
-        for kind in KINDS:
+        for kind in options.kinds:
             folder = Path(made[0], kind)
             if dist.get_rank() == 0:
-                torch.manual_seed(0)
-                model_of(kind).save_pretrained(folder, max_shard_size="500MB")
+                write(kind, folder)
             dist.barrier()
             loads(kind, folder, options.rounds)
             if kind == "llama":

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3MoeConfig,
+)
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 rank, folder = dist.get_rank(), "tiny-moe"
@@ -43,6 +48,17 @@ tokens = torch.arange(8).view(1, -1)
 assert torch.equal(model(tokens).logits, plain(tokens).logits)
 
 checkpoint.import_safetensors(model, folder, budget="1GiB")
+
+with torch.device("meta"):
+    classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+for layer in classifier.model.layers:
+    fully_shard(layer)
+fully_shard(classifier)
+
+checkpoint.import_safetensors(classifier, folder, strict=False, initialize=["score.weight"])
+
+assert classifier.score.weight.full_tensor().std() > 0
+assert torch.equal(classifier.model.norm.weight.full_tensor(), plain.model.norm.weight)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model(tokens, labels=tokens).loss.backward()

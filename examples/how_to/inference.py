@@ -52,6 +52,16 @@ checkpoint.import_safetensors(plain, "out")
 
 assert torch.equal(plain.head.weight, model.state_dict()["head.weight"].bfloat16().float())
 
+wide = FSDP(Model(width=128), auto_wrap_policy=NameWrapPolicy("Block"))
+
+checkpoint.export_safetensors(wide, "out_fp8", dtype=torch.float8_e4m3fn)
+
+again = Model(width=128)
+checkpoint.import_safetensors(again, "out_fp8")
+assert torch.equal(again.head.weight, wide.state_dict()["head.weight"])
+error = again.layers[0].q_proj.weight - wide.state_dict()["layers.0.q_proj.weight"]
+assert 0 < error.abs().max() < 1e-2
+
 with FSDP.state_dict_type(
     model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 ):

@@ -439,17 +439,19 @@ class FullParams:
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         keepers: Keepers | None = None,
+        alike: Mapping[str, object] | None = None,
     ) -> Generator[tuple[str, torch.Tensor]]:
         """Gathers them, as `iter_full_params`; collective.
 
-        With `keepers` each goes to one rank, in an order in which all have something to do.
+        With `keepers` each goes to one rank, in an order in which all have something to do. `alike` are
+        further arguments of the user's call that all ranks must give alike, by name.
         """
         check_budget(budget)
         budget = budget or self._budget
         communicators = dict.fromkeys(value.communicator for value in self._values)
         with calling(self._doing, [communicator.positions for communicator in communicators]):
             for communicator in communicators:
-                communicator.agree(self._doing, {**self._chosen, "budget": budget})
+                communicator.agree(self._doing, {**self._chosen, **(alike or {}), "budget": budget})
         if keepers is not None:
             return stream(keepers.in_turns(self._values), budget, only=keepers, to_host=offload_to_cpu)
         only = FirstRank(self._module) if rank0_only else None

@@ -222,8 +222,14 @@ class Targets:
                 progress(target.interval.data.nbytes)
         return True
 
-    def check(self, state_dict: Mapping[str, Any], strict: bool, kind: StateDictType) -> bool:
+    def check(self, state_dict: Mapping[str, Any], strict: bool, kind: StateDictType, cure: str = "") -> bool:
         """Refuses a state dict that does not fit, before anything is loaded.
+
+        Args:
+            state_dict: The values.
+            strict: Whether names must match.
+            kind: The type of state dict that is loaded.
+            cure: What to do if names are missing.
 
         Returns:
             Whether it is sure to fit.
@@ -250,7 +256,7 @@ class Targets:
             problems += tell_prefix(lacking, unexpected)
             problems.append(f"Unexpected key(s) in state_dict: {quoted(unexpected)}.")
         if strict and lacking:
-            problems.append(f"Missing key(s) in state_dict: {quoted(lacking)}.")
+            problems += filter(None, [f"Missing key(s) in state_dict: {quoted(lacking)}.", cure])
         self.refuse(problems)
         return not self._own_way and self._may_lack.isdisjoint(missing)
 

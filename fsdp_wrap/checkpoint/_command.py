@@ -41,13 +41,14 @@ from fsdp_wrap.checkpoint._sources import (
     is_safetensors,
     lacks_of_foreign,
     model_of,
-    of_metadata,
+    of_reader,
     open_held,
     refuse_parent,
     require_there,
     sources_in,
     verifying,
 )
+from fsdp_wrap.checkpoint._storage import KnownReader
 
 _KINDS = ("step", "torch", "safetensors")
 _DTYPES = {
@@ -293,7 +294,7 @@ def _condition(folder: Path, every_byte: bool) -> tuple[str, bool]:
 def _described(dir: Path, options: argparse.Namespace) -> Iterator[str]:
     """Yields lines on the content of one step."""
     folder, manifest, metadata = _looked_at(dir, options.step)
-    models = _models(of_metadata(folder, metadata), options.model)
+    models = _models(of_reader(KnownReader(folder, metadata)), options.model)
     if manifest is None:
         yield f"{folder} (by torch.distributed.checkpoint)"
         yield from models
@@ -319,7 +320,8 @@ def _looked_at(dir: Path, step: int | None) -> tuple[Path, Manifest | None, Meta
 
 def _as_json(dir: Path, options: argparse.Namespace) -> dict[str, Any]:
     folder, manifest, metadata = _looked_at(dir, options.step)
-    model = _tensors_as_json(model_of(of_metadata(folder, metadata), options.model).described)
+    held = of_reader(KnownReader(folder, metadata))
+    model = _tensors_as_json(model_of(held, options.model).described)
     common: dict[str, Any] = {"path": str(folder), "model": model}
     if manifest is None:
         return {"kind": "torch.distributed.checkpoint", **common}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,22 @@ from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._contents import Source
 from fsdp_wrap.checkpoint._loading import verified
 from fsdp_wrap.checkpoint._places.folder import Folder
-from fsdp_wrap.checkpoint._safetensors import PATIENCE, read_safetensors, write_safetensors
+from fsdp_wrap.checkpoint._safetensors import (
+    PATIENCE,
+    Named,
+    bytes_of,
+    nbytes,
+    read_safetensors,
+    write_safetensors,
+)
 from fsdp_wrap.checkpoint._saving import SharedSave
-from fsdp_wrap.checkpoint._sources import open_source, opened, tensors, verifying, watched
-from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, write_file
+from fsdp_wrap.checkpoint._sources import open_source, opened, read_entries, tensors, verifying, watched
+from fsdp_wrap.checkpoint._storage import allocated, write_file
 from fsdp_wrap.checkpoint._team import ALONE
 from fsdp_wrap.checkpoint._torch_private import unflatten_state_dict
+
+Sums = dict[str, tuple[object, ...]]
+"""What tensors are, by name: shape, dtype, layout, and the sum of their bits."""
 
 _BESIDE_CODES = ".quant_state.bitsandbytes__"
 """What follows the name of a weight in an entry that tells how its codes were made."""
@@ -31,13 +42,17 @@ def step_to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
     Extras and random states, which may be anything, are left out. All of it is in memory meanwhile.
     """
     _require_new(out)
-    folder, metadata = opened(dir, step)
+    reader = opened(dir, step)
+    folder, metadata = reader.folder, reader.metadata
     paths = {key: path for key, path in metadata.planner_data.items() if path[0] in ("model", "optim")}
     flat = {key: allocated(metadata.state_dict_metadata[key]) for key in paths}
     sizes = {key: 0 if value is None else value.nbytes for key, value in flat.items()}
-    for key in watched(flat, f"reading {folder.name}", sizes.__getitem__, sum(sizes.values())):
+    offsets = {index.fqn: place.offset for index, place in reversed(metadata.storage_data.items())}
+    in_order = sorted(flat, key=lambda key: offsets.get(key, 0))  # since a store gives what follows, too
+    for key in watched(in_order, f"reading {folder.name}", sizes.__getitem__, sum(sizes.values())):
         one: dict[str, Any] = {key: flat[key]}
-        read(KnownReader(folder, metadata), one, ALONE, partial(flat.update, one))
+        read_entries(reader, one)
+        flat |= one
     _write_torch_file(unflatten_state_dict(flat, paths), out)
     return folder
 
@@ -45,10 +60,11 @@ def step_to_torch_file(dir: Path, out: Path, step: int | None = None) -> Path:
 def to_torch_file(source: Source, out: Path) -> None:
     """Writes a model as one file by `torch.save`, under `model`."""
     _require_new(out)
-    _write_torch_file({"model": _model(source)}, out)
+    sums = Sums()
+    _write_torch_file({"model": _model(source, sums)}, out)
     written = torch.load(out, mmap=True, weights_only=True)["model"]
     readers = {name: partial(written.__getitem__, name) for name in written if torch.is_tensor(written[name])}
-    _require_all(source, readers, out)
+    _require_all(source, sums, readers, out)
 
 
 def to_step(source: Source, dir: Path, step: int | None = None, **more: Any) -> Path:
@@ -62,13 +78,15 @@ def to_step(source: Source, dir: Path, step: int | None = None, **more: Any) -> 
             f"{source.held.place}: optimizer state goes by parameter ids; it must go by names. "
             "--model model takes the model alone"
         )
-    state = {"model": _model(source), **more}
+    sums = Sums()
+    state = {"model": _model(source, sums), **more}
     save = SharedSave(place=Folder(dir), team=ALONE, state=state, step=step, progress=True, patience=PATIENCE)
     folder = save.write()
     verified(ALONE, folder, verifying)
     saved = open_source(folder)
     names = saved.bare().names
-    _require_all(source, {name: partial(saved.held.read, keys) for keys, name in names.items()}, folder)
+    readers = {name: partial(saved.held.read, keys) for keys, name in names.items()}
+    _require_all(source, sums, readers, folder)
     return folder
 
 
@@ -85,14 +103,11 @@ def export(
         return dtype if dtype is not None and own.is_floating_point else own
 
     described = {name: (shape, wanted(own)) for name, (shape, own) in source.described.items()}
-    files = write_safetensors(
-        out,
-        described,
-        ((name, value.to(wanted(value.dtype))) for name, value in tensors(source, "writing")),
-        max_shard_size=max_shard_size,
-    )
+    sums = Sums()
+    cast = ((name, value.to(wanted(value.dtype))) for name, value in tensors(source, "writing"))
+    files = write_safetensors(out, described, _noted(cast, sums), max_shard_size=max_shard_size)
     written = read_safetensors(out)
-    _require_all(source, {name: value.whole for name, value in written.items()}, out, wanted)
+    _require_all(source, sums, {name: value.whole for name, value in written.items()}, out)
     return files
 
 
@@ -107,10 +122,26 @@ def _refuse_codes(source: Source) -> None:
             )
 
 
-def _model(source: Source) -> dict[str, Any]:
-    """Returns a model's tensors and the extra states of its modules."""
+def _model(source: Source, sums: Sums) -> dict[str, Any]:
+    """Returns a model's tensors and the extra states of its modules; notes what the tensors are."""
     extra = {keys: name for keys, name in source.names.items() if source.held.entries[keys] is None}
-    return dict(tensors(source, "reading")) | {name: source.held.read(keys) for keys, name in extra.items()}
+    values: dict[str, Any] = dict(_noted(tensors(source, "reading"), sums))
+    return values | {name: source.held.read(keys) for keys, name in extra.items()}
+
+
+def _noted(values: Iterable[Named], sums: Sums) -> Iterator[Named]:
+    """Yields tensors, and notes what each is, so that nothing is read again to compare it."""
+    for name, value in values:
+        sums[name] = _sum_of(value)
+        yield name, value
+        del value
+
+
+def _sum_of(value: torch.Tensor) -> tuple[object, ...]:
+    """Returns shape, dtype, layout and CRC-32 of the bits, so that a NaN equals itself."""
+    is_strided = value.layout is torch.strided
+    crc = zlib.crc32(bytes_of(value.detach().contiguous())) if is_strided else None
+    return value.shape, value.dtype, value.layout, crc
 
 
 def _require_new(out: Path) -> None:
@@ -143,21 +174,20 @@ def _differing(value: Any, other: Any, name: str = "") -> Iterator[str]:
 
 
 def _require_all(
-    source: Source,
-    written: Mapping[str, Callable[[], torch.Tensor]],
-    place: Path,
-    wanted: Callable[[torch.dtype], torch.dtype] = lambda own: own,
+    source: Source, sums: Sums, written: Mapping[str, Callable[[], torch.Tensor]], place: Path
 ) -> None:
     """Reads tensors back one at a time: each of the checkpoint's must be there, under a name of its own.
 
     Raises:
         RuntimeError: With the names of those that differ, are missing, or stand for several.
     """
+    described = source.bare().described
+    sizes = {name: nbytes(*described[name]) for name in sums}
     taken = Counter(source.bare().names.values())
     other = [name for name, count in taken.items() if count > 1]
     other += taken.keys() - written.keys()
-    for name, value in tensors(source, "verifying"):
-        if name in written and not _is_same(value.to(wanted(value.dtype)), written[name]()):
+    for name in watched(sums, f"verifying {place.name}", sizes.__getitem__, sum(sizes.values())):
+        if name in written and _sum_of(written[name]()) != sums[name]:
             other.append(name)
     if other:
         raise _unlike(place, [*dict.fromkeys(other)])

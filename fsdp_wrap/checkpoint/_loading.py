@@ -26,14 +26,14 @@ from fsdp_wrap.checkpoint._manifest import (
     read_metadata,
 )
 from fsdp_wrap.checkpoint._places import steps
-from fsdp_wrap.checkpoint._places.cache import CachedFiles, StoredFiles
+from fsdp_wrap.checkpoint._places.cache import CachedFiles, OpenFiles, StoredFiles
 from fsdp_wrap.checkpoint._places.place import where_is
 from fsdp_wrap.checkpoint._places.reader import StoreReader
 from fsdp_wrap.checkpoint._places.remote import RemotePath
 from fsdp_wrap.checkpoint._saving import wait_for_pending
 from fsdp_wrap.checkpoint._state import Optimizers, Subject, set_random_state
 from fsdp_wrap.checkpoint._storage import KnownReader, allocated, read, unpacked
-from fsdp_wrap.checkpoint._team import Team
+from fsdp_wrap.checkpoint._team import ALONE, Team
 from fsdp_wrap.checkpoint._torch_private import unflatten_state_dict
 
 
@@ -149,11 +149,22 @@ def _found(
 
     def opened() -> KnownReader:
         files = StoredFiles(folder) if copies is None else CachedFiles(folder, manifest, copies)
-        return StoreReader(
-            files, manifest, lambda faults: refuse(folder, format_faults(folder, faults)), team
-        )
+        return _in_store(files, manifest, team)
 
     return folder, manifest, opened
+
+
+def opened_in_store(folder: RemotePath) -> StoreReader:
+    """Opens a step in a store for one process: what it reads is verified then, once, and no more is read."""
+    manifest = _read_manifest(folder)
+    if faults := manifest.missing(folder):
+        refuse(folder, format_faults(folder, faults))
+    return _in_store(OpenFiles(folder), manifest, ALONE)
+
+
+def _in_store(files: StoredFiles, manifest: Manifest, team: Team) -> StoreReader:
+    folder = files.folder
+    return StoreReader(files, manifest, lambda faults: refuse(folder, format_faults(folder, faults)), team)
 
 
 def _agreed_folder(team: Team, dir: str | os.PathLike[str], step: int | None) -> Path:

@@ -40,7 +40,16 @@ from fsdp_wrap._state import (
     param_aliases,
     settled_units,
 )
-from fsdp_wrap.checkpoint._hub import Described, HubLayout, fill_buffers, give_memory, refuse_meta_buffers
+from fsdp_wrap.checkpoint._hub import (
+    Described,
+    HubLayout,
+    block_in,
+    dequantised,
+    fill_buffers,
+    give_memory,
+    has_scales,
+    refuse_meta_buffers,
+)
 from fsdp_wrap.checkpoint._manifest import crc_of, durable, tile
 from fsdp_wrap.checkpoint._places.remote import RemotePath
 from fsdp_wrap.checkpoint._places.steps import path_at
@@ -185,10 +194,10 @@ def _write_tensors(out: BinaryIO, tensors: Described, values: Iterator[Named]) -
 
 
 def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
-    """Returns a file's header and each tensor's offset: large dtypes first, for alignment."""
+    """Returns a file's header and each tensor's offset."""
     entries: dict[str, Any] = {_ABOUT: {"format": "pt"}}
     starts, stop = {}, 0
-    for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
+    for name, (shape, dtype) in _in_order(tensors).items():
         starts[name], stop = stop, stop + nbytes(shape, dtype)
         span = [starts[name], stop]
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
@@ -196,6 +205,16 @@ def _header(tensors: Described) -> tuple[bytes, dict[str, int]]:
     text += b" " * (-len(text) % 8)
     begin = len(text).to_bytes(8, "little") + text
     return begin, {name: len(begin) + start for name, start in starts.items()}
+
+
+def _in_order(tensors: Described) -> Described:
+    """Returns tensors in the order of their bytes: as given if that aligns them, else large dtypes first."""
+    begin = 0
+    for shape, dtype in tensors.values():
+        if begin % dtype.itemsize:
+            return dict(sorted(tensors.items(), key=lambda item: -item[1][1].itemsize))
+        begin += nbytes(shape, dtype)
+    return tensors
 
 
 def index_of(plan: Mapping[str, Described]) -> bytes:
@@ -233,6 +252,8 @@ def import_safetensors(
     *,
     strict: bool = True,
     budget: int | str = "256MiB",
+    initialize: Sequence[str] = (),
+    seed: int = 0,
 ) -> IncompatibleKeys:
     """Loads `model.safetensors`, or the files of `model.safetensors.index.json`; nothing is communicated.
 
@@ -242,8 +263,9 @@ def import_safetensors(
     their unit, once the files are known to fit.
 
     A model of transformers is loaded from files as they lie on the Hub: names and shapes are converted as its
-    `from_pretrained` does, experts one by one into fused ones, fp8 and mxfp4 weights into numbers. Buffers
-    that no file holds are computed. This needs transformers 5 where the layouts differ.
+    `from_pretrained` does, experts one by one into fused ones, mxfp4 weights into numbers. Buffers that no
+    file holds are computed. This needs transformers 5 where the layouts differ. fp8 weights with scales of
+    blocks become numbers for any model.
 
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
@@ -252,6 +274,10 @@ def import_safetensors(
         strict: Whether names must match exactly.
         budget: The most bytes to read and convert at a time beside the shard, or text like "1GB". What
             cannot be converted in part, such as one weight cut into three, takes its whole size.
+        initialize: Names of parameters of a model of transformers that the files may lack, such as those of a
+            new head. They get the values that its class gives to new ones, on all ranks the same. Each rank
+            makes the whole parameters of one module at a time.
+        seed: By which these values are drawn; a module's own are drawn by its name, too.
 
     Returns:
         Missing and unexpected keys, as `torch.nn.Module.load_state_dict`.
@@ -260,23 +286,29 @@ def import_safetensors(
         FileNotFoundError: Naming the file that is missing.
         RuntimeError: Inside a forward, backward or `summon_full_params`; if a file is damaged; if names,
             shapes or dtypes do not fit. Nothing is loaded then.
-        ValueError: If `budget` is no positive size, or the files are quantised in another way.
+        TypeError: If `initialize` is no list of names, or `seed` no int.
+        ValueError: If `budget` is no positive size, the files are quantised in another way, or `initialize`
+            names no parameter of the model, or one that its class leaves alone.
     """
     settled_units(module, "import_safetensors()")
     most, folder = nbytes_of(budget, "budget"), path_at(directory)
-    targets = Targets(module)
-    given = read_safetensors(folder)
-    buffers: dict[str, torch.Tensor] = {}
-    if (layout := HubLayout.of(module)) is not None:
+    targets, layout = Targets(module), HubLayout.of(module)
+    _check_initialize(initialize, seed, layout)
+    given, buffers = read_safetensors(folder), dict[str, torch.Tensor]()
+    if has_scales(given):
+        given = dequantised(given, targets.tensors, block_in(folder))
+    if layout is not None:
         buffers = layout.buffers()
         dtypes = {name: tensor.dtype for name, tensor in targets.tensors.items()}
         given = layout.as_parameters(given, dtypes, folder, most // 2)
-    for names in ((first, *others) for first, others in param_aliases(module).items()):
-        source = next((given[name] for name in names if name in given), None)
-        given |= {name: source for name in names if name not in given and source is not None}
+    given = _with_aliases(module, given)
+    if layout is not None:
+        lacking = [name for name in initialize if name not in given]
+        given = _with_aliases(module, given | layout.initialised(lacking, seed))
     given = by_own_names(module, given)
-    sure = targets.check(given, strict, StateDictType.FULL_STATE_DICT)
-    targets.refuse([*_other_kinds(targets.tensors, given), *refuse_meta_buffers(module, buffers)])
+    cure = "" if layout is None else layout.cure_for(name for name in targets.tensors if name not in given)
+    sure = targets.check(given, strict, StateDictType.FULL_STATE_DICT, cure)
+    targets.refuse([*_other_kinds(targets.tensors, given, cure), *refuse_meta_buffers(module, buffers)])
     if give_memory(module):
         targets = Targets(module)
     total = sum(tensor.nbytes for tensor in targets.tensors.values())
@@ -300,10 +332,35 @@ def _bar(total: int) -> Any:
     return tqdm(total=total, desc="weights", delay=PATIENCE, disable=None if first else True, **how)
 
 
-def _other_kinds(own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAccess]) -> Iterator[str]:
+def _check_initialize(initialize: Sequence[str], seed: int, layout: HubLayout | None) -> None:
+    if isinstance(initialize, str) or not all(isinstance(name, str) for name in initialize):
+        raise TypeError(f"initialize must be a list of names of parameters, not {initialize!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, not {seed!r}")
+    if layout is not None:
+        layout.refuse_unknown(initialize)
+    elif initialize:
+        raise ValueError(
+            "initialize= is for models of transformers 5, whose classes say how: initialise others before, "
+            "and pass strict=False"
+        )
+
+
+def _with_aliases(module: nn.Module, given: Mapping[str, ReadsOnAccess]) -> dict[str, ReadsOnAccess]:
+    """Returns tensors, with those of tied parameters under all of their names."""
+    result = dict(given)
+    for names in ((first, *others) for first, others in param_aliases(module).items()):
+        source = next((given[name] for name in names if name in given), None)
+        result |= {name: source for name in names if name not in given and source is not None}
+    return result
+
+
+def _other_kinds(
+    own: Mapping[str, torch.Tensor], given: Mapping[str, ReadsOnAccess], cure: str
+) -> Iterator[str]:
     for name, tensor in own.items():
         if tensor.is_meta and name not in given:
-            yield f"'{name}' is on the meta device, and the files have no values for it."
+            yield f"'{name}' is on the meta device, and the files have no values for it. {cure}".rstrip()
         dtype = given[name].dtype if name in given else tensor.dtype
         if dtype != tensor.dtype and not (is_castable(tensor.dtype) and is_castable(dtype)):
             yield f"dtype mismatch for {name}: the file has {dtype}, the model {tensor.dtype}."

@@ -6,6 +6,7 @@ and files by `torch.save`.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 import zipfile
@@ -19,7 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from fsdp_wrap._core import listed
 from fsdp_wrap.checkpoint._contents import Contents, Keys, Kind, Source, dotted, model_in, models_in
-from fsdp_wrap.checkpoint._loading import refuse, verified
+from fsdp_wrap.checkpoint._loading import opened_in_store, refuse, verified
 from fsdp_wrap.checkpoint._manifest import MANIFEST, METADATA, ByteRange, read_metadata
 from fsdp_wrap.checkpoint._places.remote import RemotePath
 from fsdp_wrap.checkpoint._places.steps import find, place_at
@@ -84,7 +85,7 @@ def open_held(path: Path, step: int | None = None) -> Contents:
         if step is not None:
             raise ValueError(f"--step {step} is for folders of steps, which {path} is not")
         return _of_safetensors(path) if is_safetensors(path) else of_state(path, load_file(path))
-    return of_metadata(*opened(path, step))
+    return of_reader(opened(path, step))
 
 
 def tensors(source: Source, doing: str) -> Iterator[Named]:
@@ -173,8 +174,9 @@ def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
 # folders of DCP
 
 
-def of_metadata(folder: Path, metadata: Metadata) -> Contents:
+def of_reader(reader: KnownReader) -> Contents:
     """Returns what is in a folder of DCP, or in the model of a step folder."""
+    folder, metadata = reader.folder, reader.metadata
     paths = metadata.planner_data or {key: (key,) for key in metadata.state_dict_metadata}  # else it is flat
     known = {tuple(path): key for key, path in paths.items()}
     described = {keys: metadata.state_dict_metadata[key] for keys, key in known.items()}
@@ -182,20 +184,27 @@ def of_metadata(folder: Path, metadata: Metadata) -> Contents:
 
     def read_one(keys: Keys) -> Any:
         flat: dict[str, Any] = {known[keys]: allocated(described[keys])}
-        return read(KnownReader(folder, metadata), flat, ALONE, lambda: flat[known[keys]])
+        read_entries(reader, flat)
+        return flat[known[keys]]
 
     kind = _STEP if (folder / MANIFEST).exists() else "folder of torch.distributed.checkpoint"
     return Contents(kind, folder, entries, read_one)
+
+
+def read_entries(reader: KnownReader, flat: dict[str, Any]) -> None:
+    """Reads some entries, once; raises if what was read in a store is damaged."""
+    read(copy.copy(reader), flat, ALONE, reader.refuse_damage)  # which changes what its reader knows of
 
 
 def _kind_of(entry: Any) -> Kind:
     return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
-    """Verifies a folder of DCP, and returns it with DCP's metadata.
+def opened(dir: Path, step: int | None) -> KnownReader:
+    """Verifies a folder of DCP, and returns what reads it.
 
-    In a step folder every byte is compared with its checksum. Other folders have none: sizes are compared.
+    In a step folder every byte is compared with its checksum; in a store when it is read. Other folders have
+    none: sizes are compared.
     """
     refuse_parent(dir)
     folder = find(dir, step)
@@ -203,9 +212,11 @@ def opened(dir: Path, step: int | None) -> tuple[Path, Metadata]:
         metadata = read_metadata(folder)
         if lacks := lacks_of_foreign(folder, metadata):
             refuse(folder, lacks)
-        return folder, metadata
+        return KnownReader(folder, metadata)
+    if isinstance(folder, RemotePath):
+        return opened_in_store(folder)
     verified(ALONE, folder, verifying)
-    return folder, read_metadata(folder)
+    return KnownReader(folder, read_metadata(folder))
 
 
 def verifying(pieces: list[ByteRange]) -> Iterator[ByteRange]:

@@ -326,6 +326,9 @@ class KnownReader(FileSystemReader):
             self.read_file(name, [[*of_piece] for _, of_piece in of_pieces], planner)
         return super().read_data(replace(plan, items=transformed), planner)
 
+    def refuse_damage(self) -> None:
+        """Raises what was found to be damaged of what was read."""
+
     def _offset(self, item: ReadItem) -> int:
         return int(self.storage_data[item.storage_index].offset)
 

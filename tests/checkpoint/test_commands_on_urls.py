@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from buckets import bucket_in, impatient
 from fsdp_wrap import checkpoint
 from fsdp_wrap.checkpoint import _command
+from fsdp_wrap.checkpoint._places.remote import RemotePath
 from resuming import Counter, net, trained
 from state_nets import assert_equal
 
@@ -75,6 +76,36 @@ def test_steps_are_inspected_and_converted_by_url(kind, tmp_path, capsys):
     assert_equal(fresh.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("arguments", [["convert"], ["export"], ["convert", "--to", "safetensors"]])
+def test_each_byte_is_read_once(arguments, tmp_path, capsys, monkeypatch):
+    """By several requests for a large tensor, and by few for many small ones."""
+    place = bucket_in(tmp_path / "lm")
+    model = torch.nn.Sequential(torch.nn.Linear(2048, 1500), *(torch.nn.Linear(64, 64) for _ in range(80)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    folder = checkpoint.save(place, model, optimizer)
+    fetched: dict[str, int] = {}
+    read_range = RemotePath.read_range
+
+    def counted(path: RemotePath, start: int, stop: int) -> bytes:
+        data = read_range(path, start, stop)
+        fetched[path.name] = fetched.get(path.name, 0) + len(data)
+        return data
+
+    monkeypatch.setattr(RemotePath, "read_range", counted)
+    told(capsys, arguments[0], place, "out", *arguments[1:])
+    sizes = {name: (folder / name).stat().st_size for name in ("__0_0.distcp", ".metadata")}
+    assert fetched.keys() == sizes.keys()
+    assert all(0.9 * sizes[name] <= fetched[name] <= sizes[name] for name in sizes), (fetched, sizes)
+    values = torch.load("out", weights_only=True)["model"] if arguments == ["convert"] else loaded("out")
+    assert_equal(values, model.state_dict())
+
+
+def loaded(folder: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
+
+
 @pytest.mark.parametrize("kind", ["memory", "bucket"])
 def test_what_is_made_of_a_store_lies_in_the_current_folder_if_no_place_is_named(kind, tmp_path, capsys):
     place = place_of_kind(kind, tmp_path)
@@ -90,17 +121,22 @@ def test_damage_in_a_store_is_told_and_nothing_is_made_of_it(kind, tmp_path, cap
     checkpoint.save(place, net(), step=2)
     folder: Any = checkpoint.latest(place)
     data = (folder / "__0_0.distcp").read_bytes()
-    (folder / "__0_0.distcp").write_bytes(data[:1000] + bytes([data[1000] ^ 1]) + data[1001:])
+    weight = net().state_dict()[[*net().state_dict()][0]]
+    at = data.index(bytes(weight.view(-1).view(torch.uint8).tolist()))
+    (folder / "__0_0.distcp").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     output = told(capsys, "inspect", place, "--verify", status=1)
     assert output.count("intact") == 1 and f"{folder.name}  incomplete: __0_0.distcp bytes" in output
     output = told(capsys, "convert", place, "full.pt", status=1)
     assert f"error: {folder} is damaged" in output and "the step before is complete: load" in output
+    assert f"error: {folder} is damaged" in told(capsys, "export", place, "out", status=1)
+    assert "error: " in told(capsys, "convert", place, "tensors", "--to", "safetensors", status=1)
+    assert [path for path in Path().rglob("*") if path.is_file()] == []
     (folder / "__0_0.distcp").write_bytes(data[:-1])
     output = told(capsys, "inspect", str(folder), status=0)
     assert f"{folder.name}  incomplete: __0_0.distcp has" in output
     with pytest.warns(UserWarning, match="passing over"):
         told(capsys, "export", place, "out")
-    assert os.listdir() == ["out"]
+    assert sorted(os.listdir("out")) == ["model.safetensors"]
 
 
 def test_folders_of_torch_are_read_in_a_store(tmp_path, capsys):

@@ -50,6 +50,21 @@ def loaded(place: str | Path, sharded: bool = False) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() if sharded else value for name, value in values.items()}
 
 
+@pytest.mark.parametrize("kind", ["file", "local"])
+def test_urls_of_folders_are_the_folders(kind, tmp_path):
+    """Their exports are those of disks: files are renamed, and have the names of the Hub."""
+    place = f"{kind}://{tmp_path}/weights/net"
+    for seed in (1, 2):
+        model = net(seed)
+        files = export_safetensors(model, place, max_shard_size="2KB")
+        assert files == sorted(
+            f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)
+        )
+        assert sorted(os.listdir(tmp_path / "weights" / "net")) == sorted([*files, INDEX])
+        assert_equal(loaded(place), model.state_dict())
+        assert_equal(loaded(tmp_path / "weights" / "net"), model.state_dict())
+
+
 @pytest.mark.parametrize("kind", ["memory", "bucket"])
 def test_an_export_replaces_another_by_its_index(kind, tmp_path):
     place = "memory://weights/net" if kind == "memory" else bucket_in(tmp_path / "weights")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -415,3 +417,234 @@ def test_what_does_not_fit_is_refused_and_the_model_stays_on_meta(rank, world_si
     dist.barrier()
     with pytest.raises(ValueError, match="quantised by awq, which only transformers can load"):
         checkpoint.import_safetensors(model, tmp_path)
+
+
+FP8 = torch.float8_e4m3fn
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "head_dim": 64,
+    "kv_lora_rank": 112,
+    "q_lora_rank": 128,
+}
+"""Sizes with whole blocks, but for some projections of DeepSeek V3."""
+LEFT = {
+    "llama": r"embed_tokens|norm",
+    "mixtral": r"embed_tokens|norm|block_sparse_moe\.gate\.|lm_head",
+    "qwen3_moe": r"embed_tokens|norm|mlp\.gate\.|lm_head",
+    "deepseek_v3": r"embed_tokens|norm|mlp\.gate\.|lm_head|kv_b_proj|o_proj",
+    "gpt_oss": r"embed_tokens|norm|router|experts|bias|sinks|lm_head",
+}
+"""What files in fp8 hold in the model's dtype."""
+
+
+def _wide(kind: str) -> Any:
+    config = _config(kind)
+    for name, size in WIDE.items():
+        if hasattr(config, name):
+            setattr(config, name, size)
+    return config
+
+
+def _wide_on_meta(kind: str) -> Any:
+    import transformers
+
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(_wide(kind), dtype=torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [*zip(MODELS, ("flat", "fully_shard hsdp", "fully_shard ep", "fully_shard hsdp", "orig"))],
+)
+@ranks(4)
+def test_exports_in_fp8_are_read_by_transformers_and_by_us(rank, world_size, tmp_path, kind, how):
+    import transformers
+    from safetensors.torch import load_file
+
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    if rank == 0:
+        torch.manual_seed(3)
+        transformers.AutoModelForCausalLM.from_config(_wide(kind), dtype=torch.bfloat16).save_pretrained(
+            theirs
+        )
+    dist.barrier()
+    model = _sharded(_wide_on_meta(kind), how)
+    checkpoint.import_safetensors(model, theirs)
+    checkpoint.export_safetensors(
+        model, ours, dtype=FP8, max_shard_size="300KB", files=[theirs / "config.json"]
+    )
+    dist.barrier()
+    stored = {name: value for path in ours.glob("*.safetensors") for name, value in load_file(path).items()}
+    before = load_file(theirs / "model.safetensors")
+    for name, value in before.items():
+        if re.search(LEFT[kind], name):
+            assert torch.equal(stored.pop(name), value), name
+        else:
+            codes, scales = stored.pop(name), stored.pop(f"{name}_scale_inv")
+            assert codes.dtype == FP8 and scales.dtype == torch.float32
+            meant = codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            assert ((meant - value.float()).abs() <= value.abs().max().float() * 16 / 448 * 1.01).all(), name
+    assert not stored
+    wanted = _loaded_by_transformers(ours, torch.bfloat16)
+    again = _sharded(_wide_on_meta(kind), how)
+    assert checkpoint.import_safetensors(again, ours, budget="100KB") == ([], [])
+    loaded = _clean(_full(again))
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(loaded[name], value), name
+    _assert_readers_find_scales(ours, kind)
+    checkpoint.export_safetensors(again, tmp_path / "numbers", files=[ours / "config.json"])
+    assert "quantization_config" not in json.loads((tmp_path / "numbers" / "config.json").read_text())
+
+
+def _assert_readers_find_scales(folder: Path, kind: str) -> None:
+    """Asks transformers which modules it makes for fp8, as on a GPU: exactly those that have scales."""
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    quantiser = AutoHfQuantizer.from_config(config, pre_quantized=True)
+    model = _wide_on_meta(kind)
+    quantiser._normalize_modules_to_not_convert(model)
+    left = quantiser.get_modules_to_not_convert(
+        model, quantiser.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+    )
+    model = replace_with_fp8_linear(model, left, quantiser.quantization_config, pre_quantized=True)
+    made = {path for path, module in model.named_modules() if type(module).__name__.startswith("FP8")}
+    from safetensors import safe_open
+
+    wanted = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                if name.endswith(".weight_scale_inv"):
+                    name = name.removesuffix(".weight_scale_inv").replace("block_sparse_moe", "mlp")
+                    wanted.add(re.sub(r"\.experts\..*", ".experts", name))
+    assert made == wanted
+
+
+def _classifier(dtype: torch.dtype = torch.float32, on: str = "meta") -> Any:
+    """Returns a Llama with a head for three classes, which files of one that writes text lack."""
+    import transformers
+
+    config = _config("llama")
+    config.num_labels, config.pad_token_id, config.initializer_range = 3, 0, 0.5
+    with torch.device(on):
+        return transformers.AutoModelForSequenceClassification.from_config(config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("how", ["fully_shard hsdp", "flat", "orig"])
+@ranks(4)
+def test_a_new_head_is_initialised_where_that_is_asked_for(rank, world_size, tmp_path, how):
+    if rank == 0:
+        _saved("llama", tmp_path)
+    dist.barrier()
+    model = _sharded(_classifier(), how)
+    with pytest.raises(
+        RuntimeError, match=r"Missing key.*score.weight(.|\n)*pass initialize=\['score.weight'\]"
+    ):
+        checkpoint.import_safetensors(model, tmp_path)
+    if how == "fully_shard hsdp":  # the wrapper has given it memory
+        with pytest.raises(RuntimeError, match=r"on the meta device.*pass initialize=\['score.weight'\]"):
+            checkpoint.import_safetensors(model, tmp_path, strict=False)
+    torch.manual_seed(rank)
+    before = torch.get_rng_state()
+    for seed in (0, 7):
+        options: dict[str, Any] = {"initialize": ["score.weight"], "seed": seed, "budget": 1}
+        assert checkpoint.import_safetensors(model, tmp_path, **options) == ([], [])
+        assert torch.equal(torch.get_rng_state(), before)
+        loaded, wanted = _clean(_full(model)), _classifier(on="cpu")
+        torch.manual_seed(seed + zlib.crc32(b"score"))
+        wanted._init_weights(wanted.score)
+        torch.set_rng_state(before)
+        assert torch.equal(loaded["score.weight"], wanted.score.weight)
+        assert 0.4 < loaded["score.weight"].std() < 0.6
+    theirs = type(wanted).from_pretrained(tmp_path, num_labels=3, dtype=torch.float32).state_dict()
+    for name, value in theirs.items():
+        assert name == "score.weight" or torch.equal(loaded[name], value), name
+
+
+def test_what_files_have_is_never_initialised(tmp_path):
+    model = _classifier(on="cpu")
+    model.save_pretrained(tmp_path)
+    again = _classifier()
+    assert checkpoint.import_safetensors(again, tmp_path, initialize=["score.weight"]) == ([], [])
+    assert torch.equal(again.score.weight, model.score.weight)
+
+
+def test_a_module_that_is_initialised_by_one_around_it(tmp_path):
+    """The biases of a head of BERT are zeros, its weights are not, and each of two layers has its own."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.BertForPreTraining(config)
+    lacking = [name for name in model.state_dict() if name.startswith("cls.") and "decoder" not in name]
+    checkpoint.import_safetensors(model, tmp_path, initialize=[*lacking, "cls.predictions.decoder.bias"])
+    dense, relation = model.cls.predictions.transform, model.cls.seq_relationship
+    assert not dense.dense.bias.any() and (dense.LayerNorm.weight == 1).all()
+    assert not torch.equal(dense.dense.weight[:2], relation.weight)
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    for weight in (dense.dense.weight, relation.weight):
+        assert 0.01 < weight.std() < 0.03
+
+
+def test_initialize_takes_names_of_parameters_alone(tmp_path):
+    _saved("llama", tmp_path)
+    half: Any = 0.5
+    model = _classifier()
+    with pytest.raises(ValueError, match="initialize= names score, which the model has no parameter for"):
+        checkpoint.import_safetensors(model, tmp_path, initialize=["score"])
+    with pytest.raises(
+        TypeError, match="initialize must be a list of names of parameters, not 'score.weight'"
+    ):
+        checkpoint.import_safetensors(model, tmp_path, initialize="score.weight")
+    with pytest.raises(TypeError, match="seed must be an int, not 0.5"):
+        checkpoint.import_safetensors(model, tmp_path, initialize=["score.weight"], seed=half)
+    with pytest.raises(ValueError, match="initialize= is for models of transformers 5"):
+        checkpoint.import_safetensors(torch.nn.Linear(2, 2), tmp_path, initialize=["weight"])
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_what_a_class_does_not_initialise_is_refused(tmp_path, monkeypatch):
+    _saved("llama", tmp_path)
+    model = _classifier()
+    monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification does not initialise score.weight"):
+        checkpoint.import_safetensors(model, tmp_path, initialize=["score.weight"])
+    assert all(param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize("budget", ["256MiB", 1])
+def test_blocks_that_end_early_are_dequantised(tmp_path, budget):
+    """As the projection of DeepSeek V3 to keys and values, which transformers refuses, and experts."""
+    _saved("deepseek_v3", tmp_path)
+    meant: dict[str, torch.Tensor] = {}
+    block = 48
+
+    def change(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        if "_proj" not in name or value.dim() != 2:
+            return {name: value}
+        rows, columns = value.shape
+        scales = torch.rand(-(-rows // block), -(-columns // block)) + 0.5
+        codes = value.float().to(FP8)
+        each = scales.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+        meant[name] = (codes.float() * each).bfloat16()
+        return {name: codes, f"{name}_scale_inv": scales}
+
+    _rewrite(tmp_path, change, {"quant_method": "fp8", "weight_block_size": [block, block]})
+    model = _on_meta("deepseek_v3", torch.bfloat16)
+    assert checkpoint.import_safetensors(model, tmp_path, budget=budget) == ([], [])
+    checkpoint.export_safetensors(model, tmp_path / "numbers")
+    from safetensors.torch import load_file
+
+    numbers = {
+        n: v for path in (tmp_path / "numbers").glob("*.safetensors") for n, v in load_file(path).items()
+    }
+    assert len(meant) == 28  # of attention, of a layer without experts, and of four experts and a shared one
+    for name, value in meant.items():
+        assert torch.equal(numbers[name], value), name

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class Destination(ABC):
         """Whether this rank can write there."""
 
     @abstractmethod
-    def finish(self, plan: Mapping[str, Described], copies: Sequence[Path]) -> None:
-        """Lets the files appear, with copies of others."""
+    def finish(self, plan: Mapping[str, Described], beside: Iterable[tuple[str, bytes]]) -> None:
+        """Lets the files appear, with names and contents of others."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -65,10 +65,10 @@ class OnDisk(Destination):
         """Whether this rank sees the folder, which is on a disk of the first rank's host."""
         return self.folder.is_dir()
 
-    def finish(self, plan: Mapping[str, Described], copies: Sequence[Path]) -> None:
+    def finish(self, plan: Mapping[str, Described], beside: Iterable[tuple[str, bytes]]) -> None:
         """Lets the files take the place of an earlier export."""
-        for file in copies:
-            shutil.copyfile(file, self.folder / file.name)
+        for name, content in beside:
+            (self.folder / name).write_bytes(content)
         install(self.folder, self._path, plan)
         shutil.rmtree(self.folder)
 
@@ -89,10 +89,10 @@ class InStore(Destination):
         """Whether this rank can write there: all ranks reach a store."""
         return True
 
-    def finish(self, plan: Mapping[str, Described], copies: Sequence[Path]) -> None:
+    def finish(self, plan: Mapping[str, Described], beside: Iterable[tuple[str, bytes]]) -> None:
         """Writes the index last; removes the files of an earlier export after that."""
-        for file in copies:
-            (self.folder / file.name).write_bytes(file.read_bytes())
+        for name, content in beside:
+            (self.folder / name).write_bytes(content)
         if [*plan] == [SINGLE]:
             (self.folder / INDEX).unlink()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections import deque
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch import nn
 from fsdp_wrap._core import ceil_div, nbytes_of, tells_keywords, warn_caller
 from fsdp_wrap._state import FirstRank, FullParams, Keepers, check_budget, used
 from fsdp_wrap.checkpoint._exports.destinations import Destination, destination_at, why_not
-from fsdp_wrap.checkpoint._hub import Described, HubLayout, StoredParams
+from fsdp_wrap.checkpoint._hub import FP8, Described, HubLayout, StoredParams, in_blocks, weights_in
 from fsdp_wrap.checkpoint._places.steps import path_at
 from fsdp_wrap.checkpoint._safetensors import (
     Named,
@@ -58,6 +60,10 @@ def export_safetensors(
     A model of transformers (version 5) is written as it lies on the Hub: fused experts one by one, under the
     names that its `save_pretrained` gives. All else has the names of the unwrapped module.
 
+    With `dtype=torch.float8_e4m3fn`, weights of linear layers and experts are written as DeepSeek's are on
+    the Hub: in fp8, with a float32 multiplier for each block of 128 x 128 under `<name>_scale_inv`. What has
+    no whole blocks keeps the master dtype, as do norms, embeddings, heads, routers, biases and buffers.
+
     Args:
         module: Wrapped, with wrapped modules in it, or plain.
         directory: A folder, made if it does not exist, or the URL of a place in a store, as for `save`. Ranks
@@ -65,10 +71,11 @@ def export_safetensors(
             files have a random word, and the index is written last.
         max_shard_size: The most bytes of tensors in one file, such as `"5GB"` or `"500MiB"`; a larger tensor
             has a file of its own. Files are smaller where ranks would have none.
-        dtype: Cast floating-point parameters to this; None for the master dtype.
+        dtype: Cast floating-point parameters to this; None for the master dtype; fp8 as above.
         budget: The budget of `iter_full_params`.
         files: Paths of files to copy beside them, such as `config.json` and those of the tokenizer; the first
-            rank's count.
+            rank's count. The copy of `config.json` gets the `quantization_config` of fp8 weights. That of a
+            model of transformers loses one which other files had.
         max_shard_bytes: The former name of `max_shard_size`, which goes in the next release.
 
     Returns:
@@ -78,24 +85,26 @@ def export_safetensors(
         RuntimeError: Inside a forward, backward or `summon_full_params`; on every rank, if one could not
             write, or a file does not hold what was written.
         TypeError: If an argument has the wrong type, or a full parameter is of a tensor subclass.
-        ValueError: If `max_shard_size` or `budget` is no positive size, safetensors has no such dtype, a path
-            in `files` is no file, or the first rank cannot write to the directory.
+        ValueError: If `max_shard_size` or `budget` is no positive size, safetensors has no such dtype, no
+            weight has blocks for fp8, `dtype` is another one of 8 bits, a path in `files` is no file, or the
+            first rank cannot write to the directory.
     """
     if max_shard_bytes is not None:
         warn_caller("max_shard_bytes is called max_shard_size now: pass that", DeprecationWarning)
         max_shard_size = max_shard_bytes
     check_budget(budget)
     path = path_at(directory)
-    params = FullParams(module, _DOING, dtype=dtype, buffers=True, numbers=True)
+    if dtype is not FP8 and isinstance(dtype, torch.dtype) and dtype.itemsize == 1:
+        raise ValueError(f"dtype={dtype} is no dtype of files on the Hub: pass {FP8}, which gets scales")
+    params = FullParams(module, _DOING, dtype=None if dtype is FP8 else dtype, buffers=True, numbers=True)
     params.refuse_subclasses(_DOING)
-    described, layout = params.described(), HubLayout.of(module)
+    described = params.described()
     refuse_unwritable(described)
-    if layout is None:
-        stored = [StoredParams.renamed(name, name, about) for name, about in described.items()]
-    else:
-        stored = layout.as_stored(described)
+    layout = HubLayout.of(module)
+    stored, quantisation = _stored(module, layout, described, dtype)
     most, first = nbytes_of(max_shard_size, "max_shard_size"), FirstRank(module)
     copies = [Path(file) for file in files]
+    beside = _contents(copies, quantisation, layout is not None or quantisation is not None)
     if (unusable := first.object(why_not(path, copies) if first.is_here else None)) is not None:
         raise ValueError(unusable)
     own, failure = _made(path) if first.is_here else (None, None)
@@ -104,14 +113,54 @@ def export_safetensors(
     try:
         plan = _FilePlan.of(stored, most, destination, _writers(first, destination))
         params.choose({param: described[param][1] for part, _ in plan.stored for param in part.params})
-        stream = params.stream(budget=budget, offload_to_cpu=True, keepers=plan.keepers)
+        stream = params.stream(
+            budget=budget, offload_to_cpu=True, keepers=plan.keepers, alike={"dtype": dtype}
+        )
         _, failure = used(stream, partial(plan.write, destination))
         _tell(first, failure)
-        _tell(first, None if own is None else _finished(own, plan, copies))
+        _tell(first, None if own is None else _finished(own, plan, beside))
     finally:
         if own is not None:
             own.leave()
     return [*plan.files]
+
+
+def _stored(
+    module: nn.Module, layout: HubLayout | None, described: Described, dtype: torch.dtype | None
+) -> tuple[list[StoredParams], dict[str, Any] | None]:
+    """Returns what files hold of parameters, and what their configuration says of a quantisation."""
+    if layout is None:
+        stored = [StoredParams.renamed(name, name, about) for name, about in described.items()]
+    else:
+        stored = layout.as_stored(described)
+    if dtype is not FP8:
+        return stored, None
+    if layout is not None:
+        return in_blocks(stored, *layout.weights_for_fp8())
+    weights = [*weights_in(module, lambda path: False).items()]
+    return in_blocks(stored, dict(weights[:-1]))  # the last one is a head, as a rule
+
+
+def _contents(
+    files: Sequence[Path], quantisation: dict[str, Any] | None, describes: bool
+) -> Iterator[tuple[str, bytes]]:
+    """Yields names and contents of files, where the configuration describes what is written if it is to."""
+    for file in files:
+        content = file.read_bytes()
+        if describes and file.name == "config.json":
+            content = _config_of(content, quantisation)
+        yield file.name, content
+
+
+def _config_of(config: bytes, quantisation: dict[str, Any] | None) -> bytes:
+    """Returns a configuration with another quantisation."""
+    about: dict[str, Any] = json.loads(config)
+    if about.get("quantization_config") == quantisation:
+        return config
+    about.pop("quantization_config", None)
+    if quantisation is not None:
+        about["quantization_config"] = quantisation
+    return (json.dumps(about, indent=2, sort_keys=True) + "\n").encode()
 
 
 @dataclass(frozen=True)
@@ -186,10 +235,12 @@ def _writers(first: FirstRank, destination: Destination | None) -> list[int]:
     return sorted({rank for rank, may in sees if may}) or [0]
 
 
-def _finished(destination: Destination, plan: _FilePlan, copies: Sequence[Path]) -> Exception | None:
+def _finished(
+    destination: Destination, plan: _FilePlan, beside: Iterator[tuple[str, bytes]]
+) -> Exception | None:
     """Lets the files appear; returns what went wrong."""
     try:
-        destination.finish(plan.files, copies)
+        destination.finish(plan.files, beside)
     except Exception as error:
         return error
     return None

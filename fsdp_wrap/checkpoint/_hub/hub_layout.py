@@ -6,7 +6,8 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_wrap._core import WRAPPED_ATTR, original_class
+from fsdp_wrap._core import WRAPPED_ATTR, listed, original_class
 from fsdp_wrap._state import ReadsOnAccess
+from fsdp_wrap.checkpoint._hub.block_scales import BLOCK, weights_in
 from fsdp_wrap.checkpoint._hub.buffers import unsaved_buffers
 from fsdp_wrap.checkpoint._hub.converted import Conversion, Kept
+from fsdp_wrap.checkpoint._hub.initialised import Initialised
 from fsdp_wrap.checkpoint._hub.stored import Described, StoredParams
 
 _DEQUANTISED = ("fp8", "mxfp4")
@@ -127,6 +130,54 @@ class HubLayout:
                 stored.append(StoredParams.renamed(params[0], name, described[params[0]]))
         return stored
 
+    def weights_for_fp8(self) -> tuple[dict[str, str], list[str]]:
+        """Returns the module of each weight that may become fp8, and modules that transformers leaves."""
+        from transformers.quantizers.base import HfQuantizer
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        in_fp32 = self._model._keep_in_fp32_modules
+        left = HfQuantizer.get_modules_to_not_convert(self._model, None, in_fp32)
+        return weights_in(self._model, lambda path: not should_convert_module(path, left)), left
+
+    def initialised(self, names: Collection[str], seed: int) -> dict[str, ReadsOnAccess]:
+        """Returns parameters with the values that the model's class gives to new ones, the same on all ranks.
+
+        To be called after `as_parameters`, which gives them their dtypes.
+        """
+        kept, params = Kept(), dict[str, Initialised]()
+        for fqn in names:
+            path, _, name = fqn.rpartition(".")
+            owner, of_module = self._model.get_submodule(path), seed + zlib.crc32(path.encode())
+            params[fqn] = Initialised(name, owner, partial(self._initialise, path), of_module, kept)
+        if unset := [fqn for fqn, param in params.items() if not param.is_set]:
+            raise ValueError(
+                f"{type(self._model).__name__} does not initialise {listed(unset)}: give values to a model "
+                "on the CPU, and load that with strict=False"
+            )
+        return dict(params)
+
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        """Refuses to initialise what is no parameter of the model."""
+        known = dict(self._model.named_parameters(remove_duplicate=False))
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"initialize= names {listed(unknown)}, which the model has no parameter for")
+
+    def cure_for(self, lacking: Iterable[str]) -> str:
+        """Returns what to do if the files lack values; nothing if none of these is a parameter's."""
+        known = dict(self._model.named_parameters(remove_duplicate=False))
+        if params := [name for name in lacking if name in known]:
+            names = listed(map(repr, params))
+            return f"If the files are to lack them, such as a new head, pass initialize=[{names}]."
+        return ""
+
+    def _initialise(self, path: str) -> None:
+        """Initialises a module; those around it may have another way for it, and come later."""
+        while True:
+            self._initialiser(path)(self._model.get_submodule(path))
+            if not path:
+                return
+            path = path.rpartition(".")[0]
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Computes the buffers that no file holds, as `from_pretrained` does.
 
@@ -173,21 +224,34 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _quantiser(folder: Path) -> Any:
-    """Returns transformers' quantiser for files that are quantised, set to undo it; None for others."""
+def block_in(folder: Path) -> tuple[int, int]:
+    """Returns rows and columns of a block with one scale, as the files' configuration says."""
+    about = _quantisation(folder) or {}
+    rows, columns = about.get("weight_block_size") or (BLOCK, BLOCK)
+    return rows, columns
+
+
+def _quantisation(folder: Path) -> dict[str, Any] | None:
+    """Returns what the files' configuration says of their quantisation; None if they have none."""
     path = (folder if folder.is_dir() else folder.parent) / "config.json"
     if not path.exists():
         return None
     try:
-        about = json.loads(path.read_bytes()).get("quantization_config")
+        about: dict[str, Any] | None = json.loads(path.read_bytes()).get("quantization_config")
     except (ValueError, AttributeError) as error:
         raise RuntimeError(f"{path} is damaged: {error!r}") from error
+    return about
+
+
+def _quantiser(folder: Path) -> Any:
+    """Returns transformers' quantiser for files that are quantised, set to undo it; None for others."""
+    about = _quantisation(folder)
     if about is None:
         return None
     method = about.get("quant_method")
     if method not in _DEQUANTISED:
         raise ValueError(
-            f"{path.parent} holds weights quantised by {method}, which only transformers can load: call "
+            f"{folder} holds weights quantised by {method}, which only transformers can load: call "
             "from_pretrained() and shard after that, or dequantise the files first"
         )
     from transformers.quantizers.auto import AutoHfQuantizer

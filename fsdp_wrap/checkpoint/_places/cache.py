@@ -14,7 +14,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from io import BufferedIOBase, FileIO
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,7 @@ from fsdp_wrap.checkpoint._manifest import ByteRange, Manifest, torn
 from fsdp_wrap.checkpoint._places.remote import RemotePath
 
 _LOCK = ".lock"
+_MOST_OPEN = 16
 _CHUNK = 2**23  # bytes: as many as one request to a store brings
 
 
@@ -91,6 +92,22 @@ class StoredFiles:
 
     def close(self, is_loaded: bool) -> None:
         """Says that reading has ended, and whether all of it was sound."""
+
+
+class OpenFiles(StoredFiles):
+    """The files of a step, read from its store; some stay open, each with its last bytes in memory."""
+
+    def __init__(self, folder: RemotePath) -> None:
+        super().__init__(folder)
+        self._files: dict[str, IO[bytes]] = {}  # the one that was used last is last
+
+    def open(self, name: str) -> IO[bytes]:
+        """Opens a file, or returns the one that is open, in a context that leaves it so."""
+        file = self._files.pop(name, None) or super().open(name)
+        self._files[name] = file
+        if len(self._files) > _MOST_OPEN:
+            del self._files[next(iter(self._files))]
+        return nullcontext(file)  # type: ignore[return-value]  # used as a context alone
 
 
 class CachedFiles(StoredFiles):

@@ -41,7 +41,7 @@ class StoreReader(KnownReader):
     def __init__(
         self, files: StoredFiles, manifest: Manifest, refuse: Callable[[list[Fault]], object], team: Team
     ) -> None:
-        self._files, self._team = files, team
+        self._files, self._team, self._refuse = files, team, refuse
         self._pieces = [*manifest.pieces()]
         self._numbers = {(piece.file, piece.offset): number for number, piece in enumerate(self._pieces)}
         self._faults: list[Fault] = []
@@ -61,6 +61,11 @@ class StoreReader(KnownReader):
         """Reads and verifies pieces of one file in their order."""
         wanted = [(self._piece_of(items[0]), items) for items in of_pieces]
         self._faults += self._checked(name, partial(self._put_all, wanted, planner))
+
+    def refuse_damage(self) -> None:
+        """Raises a `DamagedCheckpoint` if anything that was read is not as it was written."""
+        if self._faults:
+            self._refuse(self._faults)
 
     def faults(self, team: Team) -> list[tuple[str, list[Fault]]]:
         """Verifies what no rank has read; returns where each rank reads and what it has found; collective."""

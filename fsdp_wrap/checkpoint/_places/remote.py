@@ -270,6 +270,10 @@ def _drop_uploads(store: Any, begin: str) -> None:
             store.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
 
+class PartNotSent(OSError):
+    """A part could not be sent, and the store has nothing of it."""
+
+
 class _Upload(io.RawIOBase):
     """A new object, sent part by part, with one in memory; a small one is sent as a whole when closed."""
 
@@ -294,11 +298,24 @@ class _Upload(io.RawIOBase):
         return len(view)
 
     def _send(self) -> None:
+        """Sends what is held; anew while the store has taken nothing of it."""
         if self._file is None:
-            self._file = self._asked(lambda: self._path.begun(_PART))
-        self._asked(lambda: self._file.write(self._held))
+            _again(self._begin, _WAITS, OSError)
+        else:
+            try:
+                self._asked(lambda: self._file.write(self._held))
+            except PartNotSent:
+                _again(lambda: self._asked(self._file.flush), _WAITS, PartNotSent)
         self._sent += len(self._held)
         self._held = bytearray()
+
+    def _begin(self) -> None:
+        try:
+            self._file = self._asked(lambda: self._path.begun(_PART))
+            self._asked(lambda: self._file.write(self._held))
+        except BaseException:
+            self._give_up()
+            raise
 
     def close(self) -> None:
         """Lets the object appear."""
@@ -311,7 +328,10 @@ class _Upload(io.RawIOBase):
                 self._path.write_bytes(self._held)
             else:
                 self._send()
-                self._asked(self._file.close)
+                try:
+                    self._asked(self._file.close)
+                except PartNotSent:
+                    _again(lambda: self._asked(self._close_anew), _WAITS, PartNotSent)
                 self._file = None
         except BaseException:
             self._drop()
@@ -327,17 +347,32 @@ class _Upload(io.RawIOBase):
     def __del__(self) -> None:
         self._drop()  # closing would let a part of it appear
 
+    def _close_anew(self) -> None:
+        self._file.closed = self._file.forced = False  # fsspec takes it for closed after an error
+        self._file.close()
+
     def _asked(self, do: Callable[[], Any]) -> Any:
+        taken = self._taken
         try:
             return do()
-        except OSError:
-            raise
         except Exception as error:  # each file system has errors of its own
-            raise _failure(self._path, error) from error
+            told = _failure(self._path, error)
+            if taken is not None and taken == self._taken:
+                raise PartNotSent(*told.args) from error
+            raise told from error
+
+    @property
+    def _taken(self) -> int | None:
+        """How many parts S3 has taken; None before the first, and of other stores."""
+        parts = getattr(self._file, "parts", None)
+        return len(parts) if parts else None
 
     def _drop(self) -> None:
         """Gives the object up."""
         self._is_dropped = True
+        self._give_up()
+
+    def _give_up(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             with suppress(Exception):
