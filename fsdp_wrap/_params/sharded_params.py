@@ -259,7 +259,7 @@ class ShardedParams(ABC):
             self.memory = [*map(to_local, self.leaves)]
         for leaf, attributes in zip(self.leaves, self._attributes):
             leaf.__dict__.update(attributes)
-        self._show_in(self.display.places)
+        self._display_leaves()
         return self.leaves
 
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool = False) -> nn.Parameter:
@@ -332,7 +332,16 @@ class ShardedParams(ABC):
 
     def _show_in(self, places: Sequence[ParamPlaces]) -> None:
         """Prepares the display anew, since places or tensors have changed."""
-        self.display = SegmentDisplay(self.layout.fqns, places, self._stand_ins(), self.leaves)
+        self.display = self._display_in(places)
+        self._display_leaves()
+
+    def _display_in(self, places: Sequence[ParamPlaces]) -> SegmentDisplay:
+        """Returns a display of the sharded parameters."""
+        return SegmentDisplay(self.layout.fqns, places, self._stand_ins())
+
+    def _display_leaves(self) -> None:
+        """Lets the display show the leaves, which have been made anew."""
+        self.display.take_leaves(self.leaves)
 
     # changes by users, and copies
 

@@ -143,7 +143,7 @@ class ExtensionParams(DTensorParams):
         # The memory of subclasses is their own affair.
         self.memory = [torch.empty(cut.shape, dtype=self.dtype, device="meta") for cut in self.layout.extents]
         self.leaves = [*map(self._leaf, range(len(self.layout.extents)), self.memory)]
-        self._show_in(self.display.places)
+        self._display_leaves()
         return self.leaves
 
     def _leaf(self, index: int, unsharded: torch.Tensor) -> nn.Parameter:
@@ -160,7 +160,7 @@ class ExtensionParams(DTensorParams):
             leaf = self._leaf(index, tensor)
             leaf.requires_grad_(self.leaves[index].requires_grad)
             self.leaves[index] = leaf
-        self._show_in(self.display.places)
+        self._display_leaves()
 
 
 _detached = torch.Tensor.detach
