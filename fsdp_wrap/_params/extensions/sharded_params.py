@@ -66,7 +66,7 @@ class ExtensionParams(DTensorParams):
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
-        self._attributes = [*map(users_attributes, params)]
+        self._attributes = (*map(users_attributes, params),)
         cuts = [self._cut_out(index, to_local(param)) for index, param in enumerate(params)]
         self._inners = [inner for inner, _ in cuts]
         self._adopt_all([part for _, part in cuts])
@@ -106,7 +106,7 @@ class ExtensionParams(DTensorParams):
         self._inner = [
             part.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(part) else () for part in parts
         ]
-        self._specs = self._specs_in(self.dtype)
+        self._specs = self._all_specs.in_dtype(self.dtype)
 
     def _adopt_copies(self) -> None:
         self._adopt_all([*map(_copied, self._inners, map(_detached, self.locals))])
