@@ -237,7 +237,7 @@ class ParamHandle:
     @property
     def lends(self) -> bool:
         """Whether gradients lie where the full parameters were."""
-        return any(segment.gradients.buffer is segment.full for segment in self.segments)
+        return any(segment.gradients.taken is segment.full for segment in self.segments)
 
     @property
     def accumulates(self) -> bool:

@@ -100,12 +100,16 @@ def named_shapes(slots: Iterable[ParamSlot]) -> list[tuple[str, torch.Size]]:
 
 PartOf = Callable[[str, torch.Tensor], LocalPart | None]
 
+_NO_ATTRIBUTES: dict[str, Any] = {}  # of most parameters
+
 
 def _attributes_of(slot: ParamSlot, part: LocalPart | None, side: SideData | None) -> dict[str, Any]:
     """Returns the attributes that all tensors which stand for a parameter carry."""
     if side is not None:
         return side.attributes
-    return dict(vars(slot.param)) if part is None else part.attributes(slot.param)
+    if part is not None:
+        return part.attributes(slot.param)
+    return dict(vars(slot.param)) or _NO_ATTRIBUTES
 
 
 class Owner(Protocol):
@@ -172,8 +176,8 @@ class ShardedParams(ABC):
         )
         self._accelerator = accelerator_of(communicator.device)
         self.offloaded = offload and self._accelerator is not None
-        self.side_data = [side_data_of(slot.fqn, slot.param) for slot in slots]
-        self._attributes = [*map(_attributes_of, slots, parts, self.side_data)]
+        self.side_data = (*[side_data_of(slot.fqn, slot.param) for slot in slots],)
+        self._attributes = (*map(_attributes_of, slots, parts, self.side_data),)
         self.gradients = self._gradients_kind(layout, self._accelerator, self._allocate)
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
@@ -211,6 +215,11 @@ class ShardedParams(ABC):
         """Sets `sources` and `sharded_params`, from parameters that hold the pieces."""
 
     # contents
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's shard, which the sharded parameters alias."""
+        return self._shard
 
     @property
     def without_values(self) -> Sequence[str]:
@@ -378,10 +387,12 @@ class ShardedParams(ABC):
         new = copy(self)
         new.gradients, new._owner = self.gradients.copied(), None
         new.side_data = deepcopy(self.side_data, memo)
-        new._attributes = [
-            attributes if side is None else side.attributes
-            for attributes, side in zip(self._attributes, new.side_data)
-        ]
+        new._attributes = (
+            *[
+                attributes if side is None else side.attributes
+                for attributes, side in zip(self._attributes, new.side_data)
+            ],
+        )
         new._adopt_copies()
         trains = (source.requires_grad for source in self.sources)
         new._stand_for([*map(new.parameter, range(len(self.sources)), new._pieces, trains)])

@@ -520,7 +520,7 @@ def test_full_memory_is_free_before_that_of_gradients_is_made():
         return buffers
 
     def looking(*args: Any) -> Any:
-        held.append(sum(each.tensor.untyped_storage().nbytes() for each in buffers))
+        held.append(sum(each.data.untyped_storage().nbytes() for each in buffers))
         return gradients(*args)
 
     with fake_ranks(0, 2), mock.patch.object(segment.Segment, "_make_buffers", noted):

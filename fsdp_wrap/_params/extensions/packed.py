@@ -69,7 +69,7 @@ class PackedParams(SliceParams):
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
-        self._attributes = [*map(users_attributes, params)]
+        self._attributes = (*map(users_attributes, params),)
         self._adopt(self._new_shard(torch.empty(0, dtype=torch.uint8)))
         for index, (param, packing) in enumerate(zip(params, self._packings)):
             self._pieces[index].copy_(self.layout.own_part(index, packing.packed(param.detach())))
