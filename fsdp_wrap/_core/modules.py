@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -371,7 +370,7 @@ def announce_sharded(module: nn.Module) -> None:
     Torch's `replicate()` averages the gradients of all parameters below its module that are not marked so:
     shards would be averaged with each other.
     """
-    module.__dict__.setdefault(composable_registry, OrderedDict())["fully_shard"] = None
+    module.__dict__.setdefault(composable_registry, {})["fully_shard"] = None
 
 
 def find_replicated(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:

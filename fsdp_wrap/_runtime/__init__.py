@@ -8,6 +8,7 @@ Must never know: state dicts, and which front-end made a unit.
 
 from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.build import (
+    NO_PARTS,
     REGISTRY,
     UnitSpec,
     assemble_unit,
