@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._comm import Communicator, ShardMesh, destroyed, resolve_mesh
 from fsdp_wrap._core import (
+    NO_CASTS,
     UNIT_ATTR,
     BackwardPrefetch,
     CPUOffload,
@@ -163,13 +164,17 @@ class Settings:
 
         return make_params
 
+    def _casts(self, module: nn.Module) -> InputCasts:
+        casts = InputCasts.of(self.policy, module)
+        return NO_CASTS if casts == NO_CASTS else casts
+
     def unit_options(self, module: nn.Module) -> UnitOptions:
         """Returns the options of the unit made of a module."""
         return UnitOptions(
             reshard_after_forward=self.strategy in _RESHARD_AFTER_FORWARD,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=bool(self.forward_prefetch),
-            casts=InputCasts.of(self.policy, module),
+            casts=self._casts(module),
             full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
             travel_together_bytes=self.travel_together_bytes,
         )

@@ -63,7 +63,7 @@ from fsdp_wrap._runtime import (
     units_in,
     warn_of_container,
 )
-from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored, resolve_settings
+from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored
 from fsdp_wrap._state import (
     deepcopy_wrapper,
     full_units,
@@ -261,7 +261,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
         unit.moves_to(self)
         for sharded in unit.params if self.cpu_offload.only_state else ():
             offload_optimizer_state(sharded.sharded_params)
-        self._state_dict_settings, self._load, self._load_errors = resolve_settings(), None, []
+        self._load, self._load_errors = None, None
         self.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module

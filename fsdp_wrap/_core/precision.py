@@ -93,7 +93,8 @@ class SegmentPolicy:
     @classmethod
     def of(cls, policy: MixedPrecision) -> SegmentPolicy:
         """Applies the wrapper's policy."""
-        return cls(policy.param_dtype, policy.reduce_dtype, keeps_reduced=policy.keep_low_precision_grads)
+        kept = policy.keep_low_precision_grads
+        return _same_policy(policy.param_dtype, policy.reduce_dtype, keeps_reduced=kept)
 
     @classmethod
     def of_param(cls, param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> SegmentPolicy:

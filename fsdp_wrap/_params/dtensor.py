@@ -182,7 +182,7 @@ class DTensorParams(ShardedParams):
 
     def written(self) -> Written:
         sources = self.sources  # the shard's version counts writes to the pieces themselves
-        return [*map(_VERSION, sources), self._shard._version], [*map(_DATA_PTR, map(_LOCAL, sources))]
+        return (*map(_VERSION, sources), self._shard._version), (*map(_DATA_PTR, map(_LOCAL, sources)),)
 
     def intervals(self) -> list[Interval]:
         return [

@@ -22,7 +22,7 @@ from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap._params.showing import SegmentDisplay
 from fsdp_wrap._params.side_data import SideData, side_data_of
 
-Written = tuple[list[int], list[int]]
+Written = tuple[tuple[int, ...], tuple[int, ...]]
 """Version counters and addresses of tensors."""
 
 _VERSION, _DTYPE, _DATA_PTR = attrgetter("_version"), attrgetter("dtype"), torch.Tensor.data_ptr
@@ -232,7 +232,7 @@ class ShardedParams(ABC):
         A write through an alias without a version counter, as `.data` is, changes none.
         """
         params = self.sharded_params
-        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
+        return (*map(_VERSION, params), self.flat_param._version), (*map(_DATA_PTR, params),)
 
     def sample(self) -> torch.Tensor:
         """Views some elements of the shard, evenly apart, as bytes: NaN equals nothing."""

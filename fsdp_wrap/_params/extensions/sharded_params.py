@@ -122,7 +122,7 @@ class ExtensionParams(DTensorParams):
             inner = [tensor for tensor in map(piece.__dict__.get, names) if tensor is not None] or [piece]
             versions.append(source._version + piece._version + sum(tensor._version for tensor in inner))
             places.append(hash((id(piece), *(tensor.data_ptr() for tensor in inner))))
-        return versions, places
+        return (*versions,), (*places,)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
