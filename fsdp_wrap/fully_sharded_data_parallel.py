@@ -257,11 +257,10 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
-        self.__dict__[UNIT_ATTR] = self._unit = unit
+        self.__dict__.update({UNIT_ATTR: unit, "_unit": unit, "_load": None, "_load_errors": None})
         unit.moves_to(self)
         for sharded in unit.params if self.cpu_offload.only_state else ():
             offload_optimizer_state(sharded.sharded_params)
-        self._load, self._load_errors = None, None
         self.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module
@@ -582,9 +581,9 @@ def _wrap_below(
         apart=(classes, {"mixed_precision": FullPrecision()}),
     )
     for child, kwargs in plan.targets.items():
-        own = Settings.of(kwargs)
-        if own == settings:  # which were checked
+        if kwargs == vars(settings):  # which were checked
             continue
+        own = Settings.of(kwargs)
         try:
             own.mesh()
         except (TypeError, ValueError) as error:

@@ -207,9 +207,10 @@ def build_unit(module: nn.Module, contents: UnitContents, spec: UnitSpec, values
     if below := units_in(module):
         left = (param for unit in below.values() for param in unit.left)
         contents = UnitContents.of(module, contents.ignored, {param for param in left if not is_owned(param)})
-    if any(tensor.is_meta for _, tensor in contents.tensors()):
-        materialize(contents, values, spec.device, _stand_ins(contents))
     tensors = contents.tensors()
+    if any(tensor.is_meta for _, tensor in tensors):
+        materialize(contents, values, spec.device, _stand_ins(contents))
+        tensors = contents.tensors()
     move(tensors, spec.device)
     if values.synchronised:
         broadcast(tensors, spec.communicators(spec.mesh)[::-1], spec.mesh.groups)
