@@ -65,7 +65,9 @@ def walk(
                 continue
             seen.add(current)
         yield name, current
-        for own, child in reversed(current._modules.items()):
+        if not (children := current._modules):  # as most
+            continue
+        for own, child in reversed(children.items()):
             if child is not None and (into is None or into(child)):
                 stack.append((joined(name, own), child))
 

@@ -113,7 +113,19 @@ class Cut(Extent):
 
 def _rows(like: torch.Tensor, value: int) -> torch.Tensor:
     """Returns rows of one value, which take memory only where the kernel that packs them knows no strides."""
-    return like.new_full((1,), value).expand_as(like) if like.is_cpu else torch.full_like(like, value)
+    return _one(value, like.dtype).expand_as(like) if like.is_cpu else torch.full_like(like, value)
+
+
+@functools.cache
+@torch.inference_mode(False)
+def _one(value: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor of one number, in host memory."""
+    return torch.full((1,), value, dtype=dtype, device="cpu")
+
+
+@functools.cache
+def _only(dtype: torch.dtype) -> frozenset[torch.dtype]:
+    return frozenset([dtype])
 
 
 def _padding(cuts: Sequence[Cut], parts: torch.Tensor) -> list[torch.Tensor]:
@@ -165,7 +177,7 @@ class _RowPacker:
     """Packs tensors of the parts' own dtype in one call; others go by their boxes."""
 
     def __init__(self, cuts: Sequence[Cut], used: slice, parts: torch.Tensor) -> None:
-        self._cuts, self._used, self._parts, self._dtypes = cuts, used, parts, {parts.dtype}
+        self._cuts, self._used, self._parts, self._dtypes = cuts, used, parts, _only(parts.dtype)
         starts = [*(cut.offset for cut in cuts[1:]), used.start]
         gaps = [start - cut.end for cut, start in zip(cuts, starts)]
         between = [[_rows(parts[:, :gap], 0)] if gap else [] for gap in gaps]

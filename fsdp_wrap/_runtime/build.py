@@ -298,7 +298,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
         "handle": handle,
         "options": spec.options,
         "parts": spec.parts,
-        "initial": InitialValues(samples, params, handle.written).lines,
+        "initial": InitialValues(samples, params, handle.written),
         "mesh_label": spec.mesh_label,
     }
 
@@ -375,7 +375,7 @@ class InitialValues:
         # Some ways of loading move no version counter.
         self._sampled = (*[sharded.sample().clone() for sharded in params],)
 
-    def lines(self, params: Sequence[ShardedParams]) -> list[str]:
+    def __call__(self, params: Sequence[ShardedParams]) -> list[str]:
         """Returns a line per parameter: its sampled elements, or "" if it was written to since."""
         result: list[str] = []
         for values, sharded, written, before in zip(self._samples, params, self._written, self._sampled):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,24 +29,30 @@ def watch_own_gradients(segments: Sequence[Segment], tell: Tell) -> Iterator[tup
         for source, index in sources.items():
             if source.requires_grad and source.numel():  # torch makes no view of an empty `DTensor`
                 node = get_gradient_edge(source).node
-                yield node, node.register_prehook(partial(_on_own_gradient, this, segment, index))
+                yield node, node.register_prehook(_OwnGradient(this, segment, index))
 
 
-def _on_own_gradient(
-    reference: weakref.WeakMethod[Tell], segment: Segment, index: int, grads: tuple[torch.Tensor | None, ...]
-) -> tuple[None] | None:
+class _OwnGradient:
     """Handles a gradient that reaches a sharded parameter itself.
 
     Where every rank has the whole parameter, the gradient goes to the leaf and is averaged. The gradient of a
     shard is taken as it is, with a warning: whether ranks computed the same is unknown here.
     """
-    tell, params = reference(), segment.params
-    if tell is None or grads[0] is None:
+
+    __slots__ = ("_index", "_segment", "_tell")
+
+    def __init__(self, tell: weakref.WeakMethod[Tell], segment: Segment, index: int) -> None:
+        self._tell, self._segment, self._index = tell, segment, index
+
+    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
+        tell, segment, index = self._tell(), self._segment, self._index
+        params = segment.params
+        if tell is None or grads[0] is None:
+            return None
+        if not params.layout.sharded and params.sources[index] is not params.flat_param:
+            segment.take_gradient(index, grads[0])
+            for hook in (segment.leaves[index]._post_accumulate_grad_hooks or {}).values():
+                hook(segment.leaves[index])
+            return (None,)
+        tell(segment.layout.fqns[index])
         return None
-    if not params.layout.sharded and params.sources[index] is not params.flat_param:
-        segment.take_gradient(index, grads[0])
-        for hook in (segment.leaves[index]._post_accumulate_grad_hooks or {}).values():
-            hook(segment.leaves[index])
-        return (None,)
-    tell(segment.layout.fqns[index])
-    return None
