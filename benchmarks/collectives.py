@@ -56,7 +56,7 @@ def _ours(way: str, full: torch.Tensor, part: torch.Tensor) -> dict[str, Start]:
     gathered.free()
     buffer.free()
     buffer.allocate()  # from the memory that training has its buffers from
-    full = buffer.tensor.zero_()
+    full = buffer.data.zero_()
 
     def gather() -> Any:
         if isinstance(gathered, SharedBuffer):  # resharded before it is gathered anew, which takes no time

@@ -12,6 +12,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_wrap._building import (
+    NO_PARTS,
     REGISTRY,
     UnitSpec,
     assemble_unit,
@@ -22,6 +23,7 @@ from fsdp_wrap._building import (
 )
 from fsdp_wrap._comm import Communicator, device_of, ranks_of
 from fsdp_wrap._core import (
+    NO_CASTS,
     UNIT_ATTR,
     AlreadyShardedError,
     CPUOffloadPolicy,
@@ -94,7 +96,7 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
     policies = {slot.param: SegmentPolicy.of_param(slot.param, slot.fqn, policy) for slot in slots}
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
     casts = InputCasts(inputs, inputs, outputs=policy.output_dtype)
-    options = replace(wanted.options, casts=casts, most_reducing=len(meshes))
+    casts = NO_CASTS if casts == NO_CASTS else casts
 
     def spec_over(over: DataMesh, number: int) -> UnitSpec:
         return UnitSpec(
@@ -102,8 +104,13 @@ def compose(module: Any, parts: list[nn.Module], wanted: Composition) -> None:
             device=device,
             make_params=_params_maker(over, locations, wanted),
             policy_of=policies.__getitem__,
-            options=replace(options, reshards_within=wanted.kept_within and wanted.kept_within(over)),
-            parts=() if owner is module else tuple(parts),
+            options=replace(
+                wanted.options,
+                casts=casts,
+                most_reducing=len(meshes),
+                reshards_within=wanted.kept_within and wanted.kept_within(over),
+            ),
+            parts=NO_PARTS if owner is module else tuple(parts),
             shared_memory=wanted.shared_memory,
             only=frozenset(param for param, location in locations.items() if location.over == over),
             mesh_label=f"(mesh {number}: {over.label})" if number > 1 else "",
@@ -146,6 +153,8 @@ def outermost(modules: Any, by: str) -> list[nn.Module]:
                 f"{by} shows the parameters of a module to its forward, and {type(module).__name__} has "
                 f"none; {by} the modules in it, or pass them as a list"
             )
+    if len(modules) == 1:
+        return [*modules]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     return [module for module in dict.fromkeys(modules) if id(module) not in inner]
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_wrap._building import over_replicas
 from fsdp_wrap._comm import Communicator, ShardMesh, destroyed, resolve_mesh
 from fsdp_wrap._core import (
+    NO_CASTS,
     UNIT_ATTR,
     BackwardPrefetch,
     CPUOffload,
@@ -114,7 +116,7 @@ class Settings:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
         """Makes settings of a wrapper's arguments."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
+        return cls(**{name: arguments[name] for name in _names() if name in arguments})
 
     def mesh(self) -> ShardMesh:
         """Checks the arguments that do not depend on the module, and returns the mesh."""
@@ -164,26 +166,43 @@ class Settings:
 
         return make_params
 
+    def _casts(self, module: nn.Module) -> InputCasts:
+        casts = InputCasts.of(self.policy, module)
+        return NO_CASTS if casts == NO_CASTS else casts
+
     def unit_options(self, module: nn.Module) -> UnitOptions:
         """Returns the options of the unit made of a module."""
         return UnitOptions(
             reshard_after_forward=self.strategy in _RESHARD_AFTER_FORWARD,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=bool(self.forward_prefetch),
-            casts=InputCasts.of(self.policy, module),
+            casts=self._casts(module),
             full_in_eval=os.environ.get(FULL_PRECISION_IN_EVAL) == "1",
             travel_together_bytes=self.travel_together_bytes,
         )
 
 
+@functools.cache
+def _names() -> tuple[str, ...]:
+    """Returns the names of the settings."""
+    return tuple(field.name for field in fields(Settings))
+
+
 class ShowsSettings(nn.Module):
     """The read-only attributes of `torch.distributed.fsdp.FullyShardedDataParallel`'s instances."""
 
+    _settings: Settings
+    _group_reference: Callable[[], dist.ProcessGroup | None]
+    _compute_device: torch.device
+
     def _show_settings(self, settings: Settings, mesh: ShardMesh, device: torch.device) -> None:
         # Without process groups, which a wrapper must not keep alive.
-        self._settings = replace(settings, process_group=None, device_mesh=None, param_init_fn=None)
-        self._group_reference = mesh.axes[0].reference
-        self._compute_device = device
+        held = settings.process_group, settings.device_mesh, settings.param_init_fn
+        if any([value is not None for value in held]):
+            settings = replace(settings, process_group=None, device_mesh=None, param_init_fn=None)
+        reference = mesh.axes[0].reference
+        # At once: a module looks at each attribute that is set, whether it is a parameter or a module.
+        self.__dict__.update(_settings=settings, _group_reference=reference, _compute_device=device)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -79,9 +80,13 @@ class StateDictMethods(nn.Module):
     """The state dict methods of a wrapped module."""
 
     _unit: Unit
-    _state_dict_settings: StateDictSettings
     _load: _OpenLoad | None  # that has begun here and not ended
-    _load_errors: list[str]  # of the load that has come here last
+    _load_errors: list[str] | None  # of the load that has come here last
+
+    @functools.cached_property
+    def _state_dict_settings(self) -> StateDictSettings:
+        """As the user has set them, else the defaults."""
+        return resolve_settings()
 
     @staticmethod
     def set_state_dict_type(
@@ -425,7 +430,8 @@ def end_load(module: nn.Module, incompatible_keys: Any) -> None:
     assert isinstance(module, StateDictMethods)
     if not _deferred.get():
         module._end_load(keep=True)
-    module._load_errors[:] = map(clean_fqn, module._load_errors)
+    if module._load_errors is not None:
+        module._load_errors[:] = map(clean_fqn, module._load_errors)
     for keys in incompatible_keys:
         for index in reversed(range(len(keys))):
             name, keys[index] = keys[index], clean_fqn(keys[index])

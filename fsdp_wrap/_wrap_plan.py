@@ -25,6 +25,7 @@ Targets: TypeAlias = dict[nn.Module, Kwargs]
 Chain: TypeAlias = tuple[nn.Module, ...]
 MakeUnit: TypeAlias = Callable[[nn.Module, Kwargs, Set[nn.Parameter]], nn.Module]
 
+_NOTHING: frozenset[nn.Parameter] = frozenset()  # one for all units: each keeps its set
 _COMPILED = "_orig_mod"  # name of the original module in the result of `torch.compile`
 
 
@@ -306,6 +307,6 @@ def _assign_tied_params(
     for unit in targets:
         inside = set(unit.modules())
         counted = (param for param in unit.parameters() if param in owners)
-        left[unit] = frozenset(param for param in counted if owners[param] not in inside)
+        left[unit] = frozenset(param for param in counted if owners[param] not in inside) or _NOTHING
     tied = frozenset().union(*left.values())
     return {param: owner for param, owner in owners.items() if param in tied}, left

@@ -58,7 +58,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._params import Where
 from fsdp_wrap._runtime import Unit, run_forward, step_of, units_in
-from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored, resolve_settings
+from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored
 from fsdp_wrap._state import (
     deepcopy_wrapper,
     full_units,
@@ -252,11 +252,10 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
 
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
-        self.__dict__[UNIT_ATTR] = self._unit = unit
+        self.__dict__.update({UNIT_ATTR: unit, "_unit": unit, "_load": None, "_load_errors": None})
         unit.moves_to(self)
         for sharded in unit.params if self.cpu_offload.only_state else ():
             offload_optimizer_state(sharded.sharded_params)
-        self._state_dict_settings, self._load, self._load_errors = resolve_settings(), None, []
         self.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 
     # the wrapped module
@@ -577,9 +576,9 @@ def _wrap_below(
         apart=(classes, {"mixed_precision": FullPrecision()}),
     )
     for child, kwargs in plan.targets.items():
-        own = Settings.of(kwargs)
-        if own == settings:  # which were checked
+        if kwargs == vars(settings):  # which were checked
             continue
+        own = Settings.of(kwargs)
         try:
             own.mesh()
         except (TypeError, ValueError) as error:

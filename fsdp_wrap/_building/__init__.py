@@ -7,6 +7,7 @@ Must never know: when units run, and which front-end makes them.
 """
 
 from fsdp_wrap._building.build import (
+    NO_PARTS,
     REGISTRY,
     UnitSpec,
     assemble_unit,

@@ -10,7 +10,7 @@ import importlib
 import math
 import pkgutil
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -51,6 +51,7 @@ from fsdp_wrap._params import (
     HeldBy,
     ParamHandle,
     ShardedParams,
+    Written,
     check_beside,
     is_extension,
     side_data_kind,
@@ -64,19 +65,19 @@ class Registry:
     """The modules and parameters that units own, all held weakly.
 
     Attributes:
-        taken: The modules that units have taken, as their own or as part of them, in that order.
+        taken: The modules that units have taken, as their own or as part of them, in that order, with the
+            units whose parameters they show. These are in the order of `note`, in which lenders unshard.
     """
 
     def __init__(self) -> None:
-        self.taken: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        # In the order of `note`: lenders unshard in it, so it must be the same on all ranks.
-        self._users: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Unit]]]
-        self._users = weakref.WeakKeyDictionary()
+        self.taken: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], ...]]
+        self.taken = weakref.WeakKeyDictionary()
         self._owners = WeakIdKeyDictionary()  # original parameter -> its unit, segment and index there
 
     def take(self, modules: Iterable[nn.Module]) -> None:
         """Records modules as taken by a unit."""
-        self.taken.update(dict.fromkeys(modules))
+        for module in modules:
+            self.taken.setdefault(module, ())
 
     def refuse_taken(self, module: nn.Module) -> None:
         """Refuses a module that a unit has taken already, as its own or as part of it."""
@@ -88,26 +89,28 @@ class Registry:
 
     def note(self, unit: Unit, originals: Iterable[Sequence[nn.Parameter]]) -> None:
         """Records the parameters of a unit, given by segment, and the modules that show them."""
+        this = weakref.ref(unit)
+        alone = (this,)  # one tuple for most of its modules
         for number, (params, sharded) in enumerate(zip(originals, unit.params)):
             for index, param in enumerate(params):
                 if param is not sharded.sources[index] or not isinstance(param, DTensor):
                     # Not a `DTensor` that is the source itself: conversions swap it, which
                     # weak references would forbid.
                     mark_owned(param)
-                    self._owners[param] = weakref.ref(unit), number, index
+                    self._owners[param] = this, number, index
             for module, _ in chain.from_iterable(sharded.display.places):
                 users = self._users_of(module)
                 if unit not in users:
-                    self._users[module] = [weakref.ref(user) for user in (*users, unit)]
+                    self.taken[module] = (*map(weakref.ref, users), this) if users else alone
 
     def _users_of(self, module: nn.Module) -> list[Unit]:
         """Returns the units whose parameters a module shows."""
-        users = (reference() for reference in self._users.get(module, ()))
+        users = (reference() for reference in self.taken.get(module, ()))
         return [unit for unit in users if unit is not None]
 
     def units(self) -> set[Unit]:
         """Returns all units with parameters."""
-        return {unit for module in [*self._users] for unit in self._users_of(module) if unit.params}
+        return {unit for module in [*self.taken] for unit in self._users_of(module) if unit.params}
 
     def owner(self, fqn: str, param: nn.Parameter) -> tuple[Unit, ShardedParams, int]:
         """Returns the unit that owns an original parameter, its sharded parameters, and its index there."""
@@ -149,6 +152,9 @@ FLAT_PARAM = "_flat_param"
 
 over_replicas: Seam[Any] = Seam("state over replicas", "fsdp_wrap._state_over_replicas")
 
+NO_PARTS: frozenset[nn.Module] = frozenset()
+"""One object for all units whose module has a forward itself."""
+
 ParamsMaker = Callable[..., ShardedParams]
 """Makes the sharded parameters of a segment from its parameters, the communicator and `name=`."""
 
@@ -162,7 +168,9 @@ class UnitSpec:
     make_params: ParamsMaker
     policy_of: Callable[[nn.Parameter], SegmentPolicy]
     options: UnitOptions
-    parts: tuple[nn.Module, ...] = ()  # the modules with a forward, if the unit's module only groups them
+    parts: Collection[nn.Module] = (
+        NO_PARTS  # the modules with a forward, if the unit's module only groups them
+    )
     shared_memory: bool = True
     buffer_dtype: torch.dtype | None = None  # of module buffers, from the first forward on; None keeps theirs
     only: frozenset[nn.Parameter] | None = None  # the parameters to take; None for all of the module
@@ -199,9 +207,10 @@ def build_unit(module: nn.Module, contents: UnitContents, spec: UnitSpec, values
     if below := units_in(module):
         left = (param for unit in below.values() for param in unit.left)
         contents = UnitContents.of(module, contents.ignored, {param for param in left if not is_owned(param)})
-    if any(tensor.is_meta for _, tensor in contents.tensors()):
-        materialize(contents, values, spec.device, _stand_ins(contents))
     tensors = contents.tensors()
+    if any(tensor.is_meta for _, tensor in tensors):
+        materialize(contents, values, spec.device, _stand_ins(contents))
+        tensors = contents.tensors()
     move(tensors, spec.device)
     if values.synchronised:
         broadcast(tensors, spec.communicators(spec.mesh)[::-1], spec.mesh.groups)
@@ -289,7 +298,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
         "handle": handle,
         "options": spec.options,
         "parts": spec.parts,
-        "initial": InitialValues(samples, params).lines,
+        "initial": InitialValues(samples, params, handle.written),
         "mesh_label": spec.mesh_label,
     }
 
@@ -356,15 +365,17 @@ class InitialValues:
     Args:
         samples: For each segment, the `sample` of each parameter.
         params: The segments' sharded parameters.
+        written: Their versions now.
     """
 
-    def __init__(self, samples: Sequence[torch.Tensor], params: Sequence[ShardedParams]) -> None:
-        self._samples = samples
-        self._written = [sharded.written() for sharded in params]
+    def __init__(
+        self, samples: Sequence[torch.Tensor], params: Sequence[ShardedParams], written: Sequence[Written]
+    ) -> None:
+        self._samples, self._written = (*samples,), written
         # Some ways of loading move no version counter.
-        self._sampled = [sharded.sample().clone() for sharded in params]
+        self._sampled = (*[sharded.sample().clone() for sharded in params],)
 
-    def lines(self, params: Sequence[ShardedParams]) -> list[str]:
+    def __call__(self, params: Sequence[ShardedParams]) -> list[str]:
         """Returns a line per parameter: its sampled elements, or "" if it was written to since."""
         result: list[str] = []
         for values, sharded, written, before in zip(self._samples, params, self._written, self._sampled):

@@ -42,7 +42,7 @@ class UserEdits(PlugIn):
 
     def ran(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
         for segment in unit.handle.segments:
-            if [*map(_VERSION, segment.counted)] != segment.versions:
+            if (*map(_VERSION, segment.counted),) != segment.versions:
                 _refuse_edits(unit, segment)
 
     def resumes(self, call: ForwardCall) -> None:

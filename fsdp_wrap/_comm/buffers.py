@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -24,6 +25,7 @@ class Buffer:
     It starts allocated: views can be made only while it is. They must not be used while it is freed.
 
     Attributes:
+        data: The tensor.
         storages: Keys of the storages that it consists of.
     """
 
@@ -34,7 +36,7 @@ class Buffer:
             self._lie_in(torch.empty(numel, dtype=dtype, device=device))
 
     def _lie_in(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.data = tensor, tensor.data  # writes to `data` do not move the version counter
+        self.data = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
         self._storage = tensor.untyped_storage()
         self.storages: Collection[int] = (self._storage._cdata,)
@@ -66,6 +68,17 @@ class Buffer:
                 tell_resized(self._storage)
         return True
 
+    @contextmanager
+    def having_memory(self) -> Iterator[None]:
+        """Lets views be made, which needs memory for a moment where there is none."""
+        there = self.allocated
+        self.allocate()
+        try:
+            yield
+        finally:
+            if not there:
+                self.free()
+
     def keep_alone(self) -> None:
         """Moves the content to memory of its own if other ranks can see it."""
         return None
@@ -77,7 +90,7 @@ class ResidentBuffer(Buffer):
     temporary = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._lie_in(tensor)
+        self._lie_in(tensor.data)
 
     @property
     def resizable(self) -> bool:

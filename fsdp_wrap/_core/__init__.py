@@ -100,6 +100,8 @@ from fsdp_wrap._core.modules import (
     persistent,
     replace_tensor,
     saved_tensors,
+    set_weakly,
+    sets_itself,
     show_extra,
     walk,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -66,7 +65,9 @@ def walk(
                 continue
             seen.add(current)
         yield name, current
-        for own, child in reversed(current._modules.items()):
+        if not (children := current._modules):  # as most
+            continue
+        for own, child in reversed(children.items()):
             if child is not None and (into is None or into(child)):
                 stack.append((joined(name, own), child))
 
@@ -127,13 +128,16 @@ class ParamPlaces:
     The unit's module is held weakly: it holds the unit, and so these places.
     """
 
+    __slots__ = ("_owner", "_modules", "_names")
+
     def __init__(self, owner: nn.Module) -> None:
         self._owner = weakref.ref(owner)
-        self._places: list[tuple[nn.Module | None, str]] = []
+        self._modules: tuple[nn.Module | None, ...] = ()  # None for the unit's
+        self._names: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Place]:
         owner: Any = self._owner()
-        return ((owner if module is None else module, name) for module, name in self._places)
+        return zip([owner if module is None else module for module in self._modules], self._names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamPlaces:
         copied = ParamPlaces(copy.deepcopy(cast(nn.Module, self._owner()), memo))
@@ -143,51 +147,45 @@ class ParamPlaces:
 
     def add(self, module: nn.Module, name: str) -> None:
         """Adds one more place."""
-        self._places.append((None if module is self._owner() else module, name))
-
-
-Write = tuple[Callable[[str, Any], object], str, Any]
+        self._modules += (None if module is self._owner() else module,)
+        self._names += (name,)
 
 
 class ModuleWriter:
-    """Prepared writes of tensors into `__dict__` and `_parameters` of modules.
+    """Writes tensors into `__dict__` and `_parameters` of modules.
 
     One tensor may go to several places. A tensor that is no parameter becomes a plain attribute; in
     `_parameters` its name keeps its place, with None. `uncovers` deletes plain attributes before parameters
     are shown, which they would hide.
-
-    Attributes:
-        writes: Functions to call, each with a name and a tensor.
     """
 
     def __init__(
         self, places: Iterable[Iterable[Place]], tensors: Iterable[torch.Tensor], uncovers: bool = False
     ) -> None:
-        self._params: list[tuple[dict[str, Any], str, Any]] = []
-        first: list[Write] = []
-        plain: list[Write] = []
-        for several, tensor in zip(places, tensors):
-            param = tensor if isinstance(tensor, nn.Parameter) else None
-            for module, name in several:
-                self._params.append((module._parameters, name, param))
-                registrable = param is None or param.is_leaf  # RNNs look up other tensors themselves
-                if registrable and type(module).__setattr__ is not nn.Module.__setattr__:
-                    # RNNs update a second list of their weights.
-                    first.append((functools.partial(_set, weakref.ref(module)), name, param))
-                if param is None:
-                    plain.append((module.__dict__.__setitem__, name, tensor))
-                elif uncovers:
-                    first.append((module.__dict__.pop, name, None))
-        shown = [(names.__setitem__, name, param) for names, name, param in self._params]
-        self.writes: list[Write] = [*first, *shown, *plain]
+        self._places, self._tensors, self._uncovers = places, tensors, uncovers
 
     def show(self) -> None:
         """Makes the writes."""
-        for write, name, tensor in self.writes:
-            write(name, tensor)
+        for several, tensor in zip(self._places, self._tensors):
+            param = tensor if isinstance(tensor, nn.Parameter) else None
+            for module, name in several:
+                # RNNs look up tensors that are no leaves themselves.
+                if sets_itself(module) and (param is None or param.is_leaf):
+                    setattr(module, name, param)
+                if param is not None and self._uncovers:
+                    module.__dict__.pop(name, None)
+                module._parameters[name] = param
+                if param is None:
+                    module.__dict__[name] = tensor
 
 
-def _set(module: weakref.ref[nn.Module], name: str, param: nn.Parameter | None) -> None:
+def sets_itself(module: nn.Module) -> bool:
+    """Whether a module does more than others when it gets a parameter: RNNs have a second list of them."""
+    return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def set_weakly(module: weakref.ref[nn.Module], name: str, param: nn.Parameter | None) -> None:
+    """Sets an attribute of a module, which must be alive."""
     setattr(module(), name, param)
 
 
@@ -374,7 +372,7 @@ def announce_sharded(module: nn.Module) -> None:
     Torch's `replicate()` averages the gradients of all parameters below its module that are not marked so:
     shards would be averaged with each other.
     """
-    module.__dict__.setdefault(composable_registry, OrderedDict())["fully_shard"] = None
+    module.__dict__.setdefault(composable_registry, {})["fully_shard"] = None
 
 
 def find_replicated(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:

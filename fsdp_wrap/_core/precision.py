@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,8 @@ class SegmentPolicy:
     @classmethod
     def of(cls, policy: MixedPrecision) -> SegmentPolicy:
         """Applies the wrapper's policy."""
-        return cls(policy.param_dtype, policy.reduce_dtype, keeps_reduced=policy.keep_low_precision_grads)
+        kept = policy.keep_low_precision_grads
+        return _same_policy(policy.param_dtype, policy.reduce_dtype, keeps_reduced=kept)
 
     @classmethod
     def of_param(cls, param: nn.Parameter, fqn: str, policy: MixedPrecisionPolicy) -> SegmentPolicy:
@@ -104,9 +106,9 @@ class SegmentPolicy:
         if override is not None:
             computed = _checked(override(param), param, fqn, computed)
         if not _REDUCED_IN_GRAD_DTYPE:
-            return cls(computed, policy.reduce_dtype)
+            return _same_policy(computed, policy.reduce_dtype)
         asked: bool = param._has_grad_dtype_override  # type: ignore[attr-defined]
-        return cls(
+        return _same_policy(
             computed,
             policy.reduce_dtype,
             grad=param.grad_dtype if asked else None,
@@ -122,6 +124,7 @@ class SegmentPolicy:
             return self.grad or master
         return self.param or master
 
+    @functools.cache  # noqa: B019  # few, and one object for all segments that have them
     def dtypes(self, master: torch.dtype, widest: torch.dtype | None) -> SegmentDtypes:
         """Returns all dtypes for a master dtype.
 
@@ -139,6 +142,10 @@ class SegmentPolicy:
             arriving = self.grad
         grad = reduce if self.keeps_reduced else self.grad or master
         return SegmentDtypes(master, param, reduce, grad, arriving)
+
+
+_same_policy = functools.cache(SegmentPolicy)
+"""Returns a policy, one object for all segments that have it."""
 
 
 def segment_dtypes(segments: Sequence[tuple[torch.dtype, SegmentPolicy, bool]]) -> list[SegmentDtypes]:
@@ -246,13 +253,30 @@ class BufferCasts:
         self._dtype = dtype
         self._holds = 0
         self._computes = False
-        self.holders = [*map(_Holder, modules)]
-        self.casts = [
-            _BufferCast(holder, name)
-            for holder in (self.holders if dtype is not None else ())
-            for name, buffer in holder.buffers.items()
-            if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype
-        ]
+        self._modules = (*map(weakref.ref, modules),)  # one of them holds the unit
+        self.casts: Sequence[_BufferCast] = ()
+        if dtype is not None:
+            self.casts = [
+                _BufferCast(_Holder(module), name)
+                for module in self._alive()
+                for name, buffer in module._buffers.items()
+                if buffer is not None and is_castable(buffer.dtype) and buffer.dtype != dtype
+            ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferCasts:
+        copied = BufferCasts([copy.deepcopy(module, memo) for module in self._alive()], None)
+        copied._dtype, copied._holds, copied._computes = self._dtype, self._holds, self._computes
+        copied.casts = copy.deepcopy(self.casts, memo)
+        return copied
+
+    def _alive(self) -> Iterator[nn.Module]:
+        modules = (reference() for reference in self._modules)
+        return (module for module in modules if module is not None)
+
+    def shown(self) -> Iterator[torch.Tensor]:
+        """Yields all buffers of the modules that are alive, as these show them now."""
+        for module in self._alive():
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
     def show_cast(self) -> None:
         """Shows the buffers in the buffer dtype, from now on."""

@@ -113,7 +113,19 @@ class Cut(Extent):
 
 def _rows(like: torch.Tensor, value: int) -> torch.Tensor:
     """Returns rows of one value, which take memory only where the kernel that packs them knows no strides."""
-    return like.new_full((1,), value).expand_as(like) if like.is_cpu else torch.full_like(like, value)
+    return _one(value, like.dtype).expand_as(like) if like.is_cpu else torch.full_like(like, value)
+
+
+@functools.cache
+@torch.inference_mode(False)
+def _one(value: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor of one number, in host memory."""
+    return torch.full((1,), value, dtype=dtype, device="cpu")
+
+
+@functools.cache
+def _only(dtype: torch.dtype) -> frozenset[torch.dtype]:
+    return frozenset([dtype])
 
 
 def _padding(cuts: Sequence[Cut], parts: torch.Tensor) -> list[torch.Tensor]:
@@ -162,19 +174,23 @@ class _BoxPacker:
 
 
 class _RowPacker:
-    """Packs tensors of the parts' own dtype in one call; others go to `otherwise`."""
+    """Packs tensors of the parts' own dtype in one call; others go by their boxes."""
 
-    def __init__(self, cuts: Sequence[Cut], used: slice, parts: torch.Tensor, otherwise: _BoxPacker) -> None:
-        self._parts, self._otherwise, self._dtypes = parts, otherwise, {parts.dtype}
+    def __init__(self, cuts: Sequence[Cut], used: slice, parts: torch.Tensor) -> None:
+        self._cuts, self._used, self._parts, self._dtypes = cuts, used, parts, _only(parts.dtype)
         starts = [*(cut.offset for cut in cuts[1:]), used.start]
         gaps = [start - cut.end for cut, start in zip(cuts, starts)]
         between = [[_rows(parts[:, :gap], 0)] if gap else [] for gap in gaps]
         between[-1].append(_rows(parts[:, used], 1))  # the rest of a part, for `note_used`
         self._between = [*map(tuple, between)]
 
+    @functools.cached_property
+    def _by_boxes(self) -> _BoxPacker:
+        return _BoxPacker(self._cuts, self._used, self._parts)
+
     def __call__(self, tensors: list[torch.Tensor]) -> None:
         if {*map(_DTYPE, tensors)} != self._dtypes:
-            self._otherwise(tensors)
+            self._by_boxes(tensors)
             return
         pieces: list[torch.Tensor] = []
         for tensor, gap in zip(tensors, self._between):
@@ -275,12 +291,11 @@ class ChunkLayout(Layout):
 
     def packer(self, gathered: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
         parts = gathered.view(self.ranks, -1)
-        by_boxes = _BoxPacker(self.extents, self._used, parts)
         # In one call, for parameters with the same number of rows on every rank; else it would pad.
         fills = all(cut.folded is not None and cut.whole == self.ranks for cut in self.extents)
         if fills and (gathered.is_contiguous() or gathered.is_cpu):
-            return _RowPacker(self.extents, self._used, parts, by_boxes)
-        return by_boxes
+            return _RowPacker(self.extents, self._used, parts)
+        return _BoxPacker(self.extents, self._used, parts)
 
     def padding(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         return _padding(self.extents, gathered.view(self.ranks, -1))

@@ -6,11 +6,14 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import ParamSlot, ShardAlignment, mark_owned, refuse_in_steps
@@ -58,6 +61,47 @@ def _in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(spec.mesh, spec.placements, TensorMeta(shape, stride, dtype))
 
 
+Placed = tuple[DeviceMesh, tuple[Placement, ...], tuple[torch.Size, tuple[int, ...]]]
+"""Mesh, placements, shape and stride of a sharded parameter."""
+
+
+class Specs:
+    """The `DTensorSpec`s of one segment's sharded parameters, made once for each dtype.
+
+    Units of the same shapes on one mesh have them together: torch makes a spec of a dozen objects.
+    """
+
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self.placed = placed
+        self._by_dtype: dict[torch.dtype, Sequence[DTensorSpec]] = {}
+
+    @classmethod
+    def of(cls, layout: ChunkLayout, mesh: DataMesh, parts: Sequence[LocalPart | None] | None) -> Specs:
+        """Returns those of a layout's parameters; `parts` are their distributed parts, if any has one."""
+        if parts is not None:
+            return cls(
+                [(*mesh.placed(part, cut.dim), _whole(cut, part)) for cut, part in zip(layout.extents, parts)]
+            )
+        key = layout, id(mesh.mesh), mesh.only_copies  # equal meshes may have other process groups
+        specs = _SPECS.get(key)
+        if specs is None:
+            specs = cls([(*mesh.placed(None, cut.dim), _whole(cut, None)) for cut in layout.extents])
+            _SPECS[key] = specs
+        return specs
+
+    def in_dtype(self, dtype: torch.dtype) -> Sequence[DTensorSpec]:
+        """Returns a spec for each parameter."""
+        if dtype not in self._by_dtype:
+            self._by_dtype[dtype] = [
+                DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
+                for mesh, placements, (shape, stride) in self.placed
+            ]
+        return self._by_dtype[dtype]
+
+
+_SPECS: WeakValueDictionary[tuple[ChunkLayout, int, bool], Specs] = WeakValueDictionary()
+
+
 class DTensorParams(ShardedParams):
     """Parameters of one dtype, each cut into one chunk per rank, as `DTensor`s that the optimizer sees.
 
@@ -95,9 +139,7 @@ class DTensorParams(ShardedParams):
         ranks = communicator.rank, communicator.size
         layout = shared(ChunkLayout, *places, *ranks, mesh.shards, alignment)
         super().__init__(name, layout, slots, communicator, offload, pin, mesh.part_of)
-        self._placed = [
-            (*mesh.placed(part, cut.dim), _whole(cut, part)) for cut, part in zip(layout.extents, self._parts)
-        ]
+        self._all_specs = Specs.of(layout, mesh, self.distributed)
         self._take_over(slots)
 
     def _adopt(self, shard: torch.Tensor) -> None:
@@ -105,19 +147,14 @@ class DTensorParams(ShardedParams):
         resides = not self.layout.sharded and not self.offloaded and not shard.is_meta
         self.resident = shard.data if resides else None
         self.flat_param = nn.Parameter(shard, requires_grad=False)
-        self._specs = self._specs_in(self.dtype)
-
-    def _specs_in(self, dtype: torch.dtype) -> list[DTensorSpec]:
-        return [
-            DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
-            for mesh, placements, (shape, stride) in self._placed
-        ]
+        self._specs = self._all_specs.in_dtype(self.dtype)
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
-        shards = map(dtensor_of, self._pieces, self._specs)
-        self.sources = self.sharded_params = [
-            nn.Parameter(shard, requires_grad=param.requires_grad) for shard, param in zip(shards, originals)
-        ]
+        params: list[Any] = [*map(dtensor_of, self._pieces, self._specs)]
+        for param, original in zip(params, originals):
+            param._is_param = True  # as `nn.Parameter` marks it, which would make a second `DTensor`
+            param.requires_grad_(original.requires_grad)
+        self.sources = self.sharded_params = params
         self._show_pieces()
 
     def _show_pieces(self) -> None:
@@ -145,7 +182,7 @@ class DTensorParams(ShardedParams):
 
     def written(self) -> Written:
         sources = self.sources  # the shard's version counts writes to the pieces themselves
-        return [*map(_VERSION, sources), self._shard._version], [*map(_DATA_PTR, map(_LOCAL, sources))]
+        return (*map(_VERSION, sources), self._shard._version), (*map(_DATA_PTR, map(_LOCAL, sources)),)
 
     def intervals(self) -> list[Interval]:
         return [

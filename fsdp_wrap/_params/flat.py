@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._comm import Communicator
-from fsdp_wrap._core import ParamPlaces, ParamSlot, ShardAlignment, show_extra
+from fsdp_wrap._core import ParamSlot, ShardAlignment, show_extra
 from fsdp_wrap._core.torch_private import make_subclass
 from fsdp_wrap._params.layout import EvenCut, Extent, FlatLayout, JointLayout, alignment_of, shared
 from fsdp_wrap._params.shard_gradients import ShardGradients
@@ -254,7 +254,7 @@ class FlatParams(ShardedParams):
     ) -> None:
         places = (*self._shapes_of(slots),), alignment_of(slots)
         cut = shared(EvenCut, *places, communicator.size, communicator.rank, alignment)
-        layout = self._layout_kind(cut, communicator.device, sharded)
+        layout = shared(self._layout_kind, cut, communicator.device, sharded)
         super().__init__(name, layout, slots, communicator, offload)
         self.module = module
         self._resides = not sharded and not self.offloaded
@@ -336,8 +336,8 @@ class JointParams(FlatParams):
     def _stand_ins(self) -> Sequence[torch.Tensor]:
         return self._pieces
 
-    def _show_in(self, places: Sequence[ParamPlaces]) -> None:
-        super()._show_in(places)
+    def _display_leaves(self) -> None:
+        super()._display_leaves()
         if self.memory and self.memory[0].data_ptr() == self._shard.data_ptr():
             self.display.cover_while_sharded()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter
 
 import torch
@@ -49,7 +49,7 @@ class Gradients:
     Attributes:
         bulky: Whether one leaf's gradient alone takes half of the memory of all.
         sizeable: Whether one takes a quarter of it.
-        buffer: The reduce buffer: of its own, or the unsharded buffer (`take_in`).
+        taken: The unsharded buffer, while it is the reduce buffer (`take_in`); else None.
         collected: Whether anything is in the reduce buffer.
         kept: Whether anything was kept for a later backward; see `accumulated`.
         unreduced: Whether a backward has ended without a reduction since the last one.
@@ -75,10 +75,11 @@ class Gradients:
         sums = self._over_meshes is not None and self._over_meshes.expected
         widens = torch.promote_types(dtypes.param, dtypes.reduce) == dtypes.reduce
         narrow = dtypes.param if widens and not sums else dtypes.reduce
-        self._own = self._sums = self._freed_buffer(communicator, narrow)
+        self._own = self._sums = _ReduceBuffer(communicator, layout, narrow)
         if narrow != dtypes.reduce:
-            self._sums = self._freed_buffer(communicator, dtypes.reduce)
-        self._lie_in(self._own)
+            self._sums = _ReduceBuffer(communicator, layout, dtypes.reduce)
+        self._views = self._own
+        self.taken: Buffer | None = None
         self.collected = False
         self.used = [False] * len(leaves)
         largest = max(tensor.numel() for tensor in params.memory)
@@ -119,7 +120,7 @@ class Gradients:
         before = _divisor_before(contributors) if self._dtypes.reduce == torch.float16 else 1.0
         self._scale, after = 1.0 / before, before / contributors
         # To multiply by a number would make such a tensor each time.
-        self.factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
+        self.factor = None if after == 1.0 else _factor(after)
 
     # from the leaves into the reduce buffer
 
@@ -128,13 +129,13 @@ class Gradients:
 
         It becomes the reduce buffer, unless there is one already.
         """
-        there = self.buffer is buffer
+        there = self.taken is buffer
         if self.buffer_dtype is not self._dtypes.param or (self.collected and not there):
             return
         if not there:
             buffer.keep_alone()
-            self._lie_in(_ReduceBuffer(buffer, self._layout))
-            self.collected = True
+            self._views = self._own.within(buffer)
+            self.taken, self.collected = buffer, True
         elif self.used[index]:
             raise RuntimeError(
                 f"the parameter '{self._layout.fqns[index]}' got a second gradient in one backward, "
@@ -148,7 +149,7 @@ class Gradients:
     def collect(self) -> None:
         """Moves the leaves' gradients into the reduce buffer, to which more may be added."""
         if not self.collected:
-            self._lie_in(self._sums)
+            self._views = self._sums
         self._move_all(waits=True)
 
     def _move_all(self, waits: bool = False, pack: Pack | None = None) -> bool:
@@ -170,7 +171,7 @@ class Gradients:
             leaf.grad = None
         self.used = [True] * len(grads)
         if pack is None:
-            self.buffer.allocate()
+            self._views.buffer.allocate()
             self.collected = True
         (pack or self._views.pack)(grads)
         return self._over_meshes is None  # whose sums may change notes
@@ -212,7 +213,7 @@ class Gradients:
             counts_unused: Whether parameters that train get gradients of zeros if no rank used them.
         """
         if self.unreduced and not self.collected:
-            self._lie_in(self._sums)
+            self._views = self._sums
         packed = self._move_all()
         if self._over_meshes is not None:
             self._over_meshes.settle(self._views.parts, self.used)
@@ -227,13 +228,13 @@ class Gradients:
         if not packed:
             self._layout.note_used(views.notes, filled)
         for act in self._plug_ins.sends:
-            act(self._params, views.tensor)
-        return views.tensor
+            act(self._params, views.buffer.data)
+        return views.buffer.data
 
     @property
     def buffer_dtype(self) -> torch.dtype:
         """The dtype of the reduce buffer at the end of the running backward."""
-        return (self._sums if self.unreduced else self._own).tensor.dtype
+        return (self._sums if self.unreduced else self._own).dtype
 
     def move_to(self, place: BatchPlace, counts_unused: bool, allocate: Callable[[], object] | None) -> None:
         """Moves all gradients to a place in a batch, at once or through the reduce buffer.
@@ -251,7 +252,7 @@ class Gradients:
             allocate()
         parts.copy_(full.view(parts.shape))
         self.kept = self.collected = False  # else a failed backward would count on the freed buffer
-        self.buffer.free()
+        self._views.buffer.free()
 
     # reduced gradients
 
@@ -304,10 +305,9 @@ class Gradients:
         """Drops all collected gradients and frees the reduce buffer."""
         self.used = [False] * len(self._leaves)
         if self.collected:
-            self.buffer.free()
+            self._views.buffer.free()
         self.kept = self.collected = False
-        if self._views is not self._own:
-            self._lie_in(self._own)
+        self._views, self.taken = self._own, None
 
     def drop_all(self) -> None:
         """Drops all gradients, also those summed over a part of the ranks."""
@@ -322,37 +322,49 @@ class Gradients:
         if not self.kept:
             self.drop()
 
-    def _freed_buffer(self, communicator: Communicator, dtype: torch.dtype) -> _ReduceBuffer:
-        buffer = communicator.buffer(self._layout.numel, dtype)
-        views = _ReduceBuffer(buffer, self._layout)
-        buffer.free()  # its memory comes when it is needed
-        return views
-
-    def _lie_in(self, views: _ReduceBuffer) -> None:
-        self._views, self.buffer = views, views.buffer
-
     def _allocate(self) -> None:
         if not self.collected:
             self.collected = True
-            self.buffer.allocate()
-            for gap in self._layout.padding(self._views.tensor):
+            self._views.buffer.allocate()
+            for gap in self._layout.padding(self._views.buffer.data):
                 gap.zero_()
 
 
 class _ReduceBuffer:
-    """A buffer with a view for each leaf's gradient."""
+    """A buffer with a view for each leaf's gradient. All are made when they are first needed."""
 
-    def __init__(self, buffer: Buffer, layout: Layout) -> None:
-        self.buffer = buffer
-        self.tensor = buffer.tensor.data  # an alias: leaves' version counters do not move
-        self.parts = layout.parts(self.tensor)
-        self.notes = layout.notes(self.tensor)
-        self._layout = layout
+    def __init__(self, communicator: Communicator, layout: Layout, dtype: torch.dtype) -> None:
+        self._communicator, self._layout, self.dtype = communicator, layout, dtype
+
+    def within(self, buffer: Buffer) -> _ReduceBuffer:
+        """Returns the same in a buffer that is there, with memory."""
+        views = _ReduceBuffer(self._communicator, self._layout, self.dtype)
+        views.buffer = buffer
+        return views
+
+    @cached_property
+    def buffer(self) -> Buffer:
+        """The buffer, which is freed at first."""
+        buffer = self._communicator.buffer(self._layout.numel, self.dtype)
+        buffer.free()
+        return buffer
+
+    @cached_property
+    def parts(self) -> list[list[torch.Tensor]]:
+        """Views for each leaf's gradient, as of `Layout.parts`."""
+        with self.buffer.having_memory():
+            return self._layout.parts(self.buffer.data)
+
+    @cached_property
+    def notes(self) -> torch.Tensor:
+        """The view for notes of used parameters."""
+        with self.buffer.having_memory():
+            return self._layout.notes(self.buffer.data)
 
     @cached_property
     def pack(self) -> Pack:
         """Writes one gradient for each leaf."""
-        return self._layout.packer(self.tensor)
+        return self._layout.packer(self.buffer.data)
 
 
 def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: float) -> None:
@@ -364,6 +376,12 @@ def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: 
             torch.mul(grad, scale, out=target)  # copied, divided and cast in one pass: rounded once
         else:
             target.copy_(grad).mul_(scale)  # divided in the wider dtype
+
+
+@cache  # one tensor for all units
+def _factor(value: float) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _divisor_before(contributors: float) -> float:

@@ -53,6 +53,7 @@ from fsdp_wrap._params.state import MOVES, Until, Where
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
 
 _NOTHING = Finished()
+_COMMUNICATOR = attrgetter("communicator")
 _REQUIRES_GRAD, _WRITTEN = attrgetter("requires_grad"), methodcaller("written")
 
 
@@ -99,10 +100,10 @@ class ParamHandle:
         self.communicator, self.replicas, self.held_by = communicator, replicas, held_by
         self.plug_ins = PlugIns(everywhere)
         self.transport: Transport = communicator
-        self._transport_of: Callable[[ParamHandle], Transport] = attrgetter("communicator")
+        self._transport_of: Callable[[ParamHandle], Transport] = _COMMUNICATOR
         self._policies, self.keeps_storage = policies, False
         self.params = params
-        self._trained = [*map(trains, params)]
+        self._trained = (*map(trains, params),)
         self.in_full = False
         self.contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, params, self._dtypes(self.in_full))]
@@ -111,7 +112,7 @@ class ParamHandle:
             self.plug_ins.attach(GatherUses())
         self.where, self.stays = Where.SHARDED, Until.NOW
         self.shown = UnitDisplay(self.segments)
-        self._summoned: list[SummonedSegment] = []
+        self._summoned: Sequence[SummonedSegment] = ()
         self.generation = self.hookings = self.values = 0
         self._gathering: Pending = _NOTHING
         self._in_place = False  # whether the gather fills the unsharded buffers themselves
@@ -172,10 +173,11 @@ class ParamHandle:
         return segment
 
     def _note_contents(self) -> None:
-        self._extended = [segment for segment in self.segments if isinstance(segment, ExtensionSegment)]
+        extended = [segment for segment in self.segments if isinstance(segment, ExtensionSegment)]
+        self._extended = (*extended,)
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
         self.batch_nbytes = self.communicator.size * sum(segment.batched_nbytes for segment in self.segments)
-        self.without_values = [fqn for sharded in self.params for fqn in sharded.without_values]
+        self.without_values = (*[fqn for sharded in self.params for fqn in sharded.without_values],)
         self.trainable = any(segment.trainable for segment in self.segments)
         trained = [segment.gradients for segment in self.segments if segment.trainable]
         self.bulky = any(gradients.bulky for gradients in trained)
@@ -237,7 +239,7 @@ class ParamHandle:
     @property
     def lends(self) -> bool:
         """Whether gradients lie where the full parameters were."""
-        return any(segment.gradients.buffer is segment.full for segment in self.segments)
+        return any(segment.gradients.taken is segment.full for segment in self.segments)
 
     @property
     def accumulates(self) -> bool:
@@ -468,7 +470,7 @@ class ParamHandle:
 
     def dismiss(self, writeback: bool = False) -> None:
         """Ends `summon` or `replace`; `writeback` writes noted edits to the shards, and is collective."""
-        summoned, self._summoned = self._summoned, []
+        summoned, self._summoned = self._summoned, ()
         for sharded in self.params:
             sharded.hide_full()
         assert self.where in (Where.LENT, Where.SHARDED)  # the latter where lending has failed

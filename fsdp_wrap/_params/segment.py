@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from sys import getrefcount
 
 import torch
+from torch import nn
 
 from fsdp_wrap._comm import Buffer, Communicator, ResidentBuffer
 from fsdp_wrap._core import PlugIns, SegmentDtypes, round_up
@@ -31,7 +32,6 @@ class Segment:
     Attributes:
         full: The unsharded buffer.
         gathered: The buffer into which shards are gathered; often `full`.
-        places: Numbers of the leaves.
         trainable: Whether any leaf needs a gradient now.
         write_shard: Copies the shard to this rank's part of `gathered`.
         from_host: The copier of a shard in host memory, or None.
@@ -51,24 +51,23 @@ class Segment:
         self.dtypes = dtypes
         self._communicator = communicator
         self.full, self.gathered = self._make_buffers()
-        self.leaves = params.make_leaves(self.full.tensor)
-        self.places = {leaf: index for index, leaf in enumerate(self.leaves)}
+        self.leaves = params.make_leaves(self.full.data)
         if dtypes.arriving != dtypes.param:
             for leaf in self.leaves:
                 leaf.grad_dtype = dtypes.arriving
         self.trainable = False
         self._keeps_memory = False
         self._admitted = False
-        self._addresses: list[int] = []  # of the leaves, and below their reference counts, at `cover`
-        self._references: list[int] = []
+        self._addresses: Sequence[int] = ()  # of the leaves, and below their reference counts, at `cover`
+        self._references: Sequence[int] = ()
         self._held: dict[int, int] = {}  # leaves that users hold, with the references that others have
-        self._apart: list[int] = []  # leaves with memory of their own
+        self._apart: Sequence[int] = ()  # leaves with memory of their own
         others = () if params.distributed is None else params.memory
         self.counted = (*self.leaves, *others)
-        self.versions = [*map(_VERSION, self.counted)]
+        self.versions = self._versions_now()
         self._freed = (_FREED,) * len(self.counted)
         set_version_counters(self.counted, self._freed)
-        self._alias_full()
+        self._follow_buffers()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
         self.gradients = Gradients(params, dtypes, communicator, contributors, self.leaves, plug_ins)
@@ -82,6 +81,14 @@ class Segment:
         else:
             full = self._communicator.buffer(layout.full_numel, dtype)
         return full, full if layout.in_place else self._communicator.buffer(layout.numel, dtype)
+
+    @cached_property
+    def places(self) -> dict[nn.Parameter, int]:
+        """Numbers of the leaves."""
+        return {leaf: index for index, leaf in enumerate(self.leaves)}
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return (*map(_VERSION, self.counted),)
 
     @property
     def made_for(self) -> object:
@@ -108,29 +115,30 @@ class Segment:
 
     def edited(self) -> list[int]:
         """Returns which leaves were written to since the last call, if the write does not reach the shard."""
-        before, self.versions = self.versions, [*map(_VERSION, self.counted)]
+        before, self.versions = self.versions, self._versions_now()
         pairs = zip(before, self.versions) if self.full.temporary else ()
         return [number % len(self.leaves) for number, (old, new) in enumerate(pairs) if old != new]
 
     def cover(self) -> None:
         """Shows the leaves by attributes of modules until `uncover`."""
-        self._addresses = [*map(_DATA_PTR, self.params.memory)]
-        self._references = [*map(getrefcount, self.leaves)]
+        self._addresses = (*map(_DATA_PTR, self.params.memory),)
+        references = [*map(getrefcount, self.leaves)]
         for index, alone in self._held.items():
-            self._references[index] = alone
+            references[index] = alone
+        self._references = (*references,)
         self.params.display.cover()
 
     def uncover(self) -> list[str]:
         """Undoes `cover`; returns names of leaves that were changed since, if that reaches no shard."""
         self.params.display.uncover()
-        before, references = self._references, [*map(getrefcount, self.leaves)]
+        before, references = self._references, (*map(getrefcount, self.leaves),)
         if references != before or self._held:
             held = [index for index, alone in enumerate(before) if references[index] > alone]
             self._held = {index: before[index] for index in held}
-        addresses = [*map(_DATA_PTR, self.params.memory)]
+        addresses = (*map(_DATA_PTR, self.params.memory),)
         if addresses != self._addresses:
             self._apart = [index for index, known in enumerate(self._addresses) if addresses[index] != known]
-        changed = self.edited() + self._apart
+        changed = [*self.edited(), *self._apart]
         return [self.layout.fqns[index] for index in sorted({*changed})] if changed else []
 
     def _part_from_held(self) -> None:
@@ -138,7 +146,7 @@ class Segment:
         self._forget_dropped()
         memory = self.params.memory
         self.params.lie_in((index, memory[index].data.clone()) for index in self._held)
-        self._apart += self._held
+        self._apart = (*self._apart, *self._held)
 
     def _forget_dropped(self) -> None:
         """Forgets leaves that are not held any more.
@@ -167,12 +175,12 @@ class Segment:
             foreach_copy_(*self._copies)
             self.gathered.free()
         if self._apart:
-            views = self.layout.views(self.full.tensor)
+            views = self.layout.views(self.full.data)
             self.params.lie_in((index, views[index]) for index in self._apart)
-            self._apart = []
+            self._apart = ()
         if changed:
-            self.versions = [version + 1 for version in self.versions]
-        set_version_counters(self.counted, tuple(self.versions))
+            self.versions = (*[version + 1 for version in self.versions],)
+        set_version_counters(self.counted, self.versions)
         self._admitted = True
 
     def free(self) -> None:
@@ -182,12 +190,12 @@ class Segment:
         Gradients that took the parameters' place stay until they are reduced.
         """
         if self._admitted:
-            self.versions = [*map(_VERSION, self.counted)]
+            self.versions = (*map(_VERSION, self.counted),)
             if self._held and self.full.temporary:
                 self._part_from_held()
             set_version_counters(self.counted, self._freed)
         self._admitted = False
-        if self._keeps_memory or self.gradients.buffer is self.full:
+        if self._keeps_memory or self.gradients.taken is self.full:
             return
         if self.full.free():
             return
@@ -199,8 +207,8 @@ class Segment:
     @property
     def holds_changes(self) -> bool:
         """Whether the unsharded buffer holds edits, or gradients in place of the parameters."""
-        edited = self.full.temporary and [*map(_VERSION, self.counted)] != self.versions
-        return edited or self.gradients.buffer is self.full
+        edited = self.full.temporary and self._versions_now() != self.versions
+        return edited or self.gradients.taken is self.full
 
     def refuse_conversion(self) -> None:
         """Refuses another dtype of the sharded parameters while gradients wait in the old one."""
@@ -225,20 +233,29 @@ class Segment:
         self._keeps_memory = keep
 
     def _alias_full(self) -> None:
+        self._follow_buffers()
+        self.params.lie_in(enumerate(self.layout.views(self.full.data)))
+
+    def _follow_buffers(self) -> None:
+        """Writes and copies to the present buffers from now on."""
         self._own = self._communicator.own_part(self.gathered.data)
         self._write_from_shard()
+        self.__dict__.pop("_copies", None)
+
+    @cached_property
+    def _copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parts of the unsharded buffer, and those of the gathered one to copy there; both have memory."""
         pairs = self.layout.same_elements(self.gathered.data, self.full.data)
-        self._copies = [target for _, target in pairs], [source for source, _ in pairs]
-        self.params.lie_in(enumerate(self.layout.views(self.full.tensor)))
+        return [target for _, target in pairs], [source for source, _ in pairs]
 
     def _write_from_shard(self) -> None:
         self.write_shard: Callable[[], object] = lambda: None  # of a shard that is the buffer itself
-        self.shard = self.params.flat_param.data
+        self.shard = self.params.shard
         self.from_host = self.params.from_host(self.dtypes.param) if self.full.temporary else None
         if self.from_host is not None:
             self.write_shard = partial(self.from_host.write, self._own)
         elif self.full.temporary:
-            self.write_shard = partial(self._own.copy_, self.shard, non_blocking=True)
+            self.write_shard = partial(torch.Tensor.copy_, self._own, self.shard, True)  # non-blocking
 
     def train(self, wanted: Sequence[bool]) -> None:
         """Sets `requires_grad` of each leaf."""

@@ -22,7 +22,7 @@ from fsdp_wrap._params.shard_gradients import ShardGradients
 from fsdp_wrap._params.showing import SegmentDisplay
 from fsdp_wrap._params.side_data import SideData, side_data_of
 
-Written = tuple[list[int], list[int]]
+Written = tuple[tuple[int, ...], tuple[int, ...]]
 """Version counters and addresses of tensors."""
 
 _VERSION, _DTYPE, _DATA_PTR = attrgetter("_version"), attrgetter("dtype"), torch.Tensor.data_ptr
@@ -100,12 +100,16 @@ def named_shapes(slots: Iterable[ParamSlot]) -> list[tuple[str, torch.Size]]:
 
 PartOf = Callable[[str, torch.Tensor], LocalPart | None]
 
+_NO_ATTRIBUTES: dict[str, Any] = {}  # of most parameters
+
 
 def _attributes_of(slot: ParamSlot, part: LocalPart | None, side: SideData | None) -> dict[str, Any]:
     """Returns the attributes that all tensors which stand for a parameter carry."""
     if side is not None:
         return side.attributes
-    return dict(vars(slot.param)) if part is None else part.attributes(slot.param)
+    if part is not None:
+        return part.attributes(slot.param)
+    return dict(vars(slot.param)) or _NO_ATTRIBUTES
 
 
 class Owner(Protocol):
@@ -172,8 +176,8 @@ class ShardedParams(ABC):
         )
         self._accelerator = accelerator_of(communicator.device)
         self.offloaded = offload and self._accelerator is not None
-        self.side_data = [side_data_of(slot.fqn, slot.param) for slot in slots]
-        self._attributes = [*map(_attributes_of, slots, parts, self.side_data)]
+        self.side_data = (*[side_data_of(slot.fqn, slot.param) for slot in slots],)
+        self._attributes = (*map(_attributes_of, slots, parts, self.side_data),)
         self.gradients = self._gradients_kind(layout, self._accelerator, self._allocate)
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
@@ -213,6 +217,11 @@ class ShardedParams(ABC):
     # contents
 
     @property
+    def shard(self) -> torch.Tensor:
+        """This rank's shard, which the sharded parameters alias."""
+        return self._shard
+
+    @property
     def without_values(self) -> Sequence[str]:
         """Names of the parameters that are still on the meta device."""
         return self.layout.fqns if self._shard.is_meta else ()
@@ -223,7 +232,7 @@ class ShardedParams(ABC):
         A write through an alias without a version counter, as `.data` is, changes none.
         """
         params = self.sharded_params
-        return [*map(_VERSION, params), self.flat_param._version], [*map(_DATA_PTR, params)]
+        return (*map(_VERSION, params), self.flat_param._version), (*map(_DATA_PTR, params),)
 
     def sample(self) -> torch.Tensor:
         """Views some elements of the shard, evenly apart, as bytes: NaN equals nothing."""
@@ -259,7 +268,7 @@ class ShardedParams(ABC):
             self.memory = [*map(to_local, self.leaves)]
         for leaf, attributes in zip(self.leaves, self._attributes):
             leaf.__dict__.update(attributes)
-        self._show_in(self.display.places)
+        self._display_leaves()
         return self.leaves
 
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool = False) -> nn.Parameter:
@@ -332,7 +341,16 @@ class ShardedParams(ABC):
 
     def _show_in(self, places: Sequence[ParamPlaces]) -> None:
         """Prepares the display anew, since places or tensors have changed."""
-        self.display = SegmentDisplay(self.layout.fqns, places, self._stand_ins(), self.leaves)
+        self.display = self._display_in(places)
+        self._display_leaves()
+
+    def _display_in(self, places: Sequence[ParamPlaces]) -> SegmentDisplay:
+        """Returns a display of the sharded parameters."""
+        return SegmentDisplay(self.layout.fqns, places, self._stand_ins())
+
+    def _display_leaves(self) -> None:
+        """Lets the display show the leaves, which have been made anew."""
+        self.display.take_leaves(self.leaves)
 
     # changes by users, and copies
 
@@ -369,10 +387,12 @@ class ShardedParams(ABC):
         new = copy(self)
         new.gradients, new._owner = self.gradients.copied(), None
         new.side_data = deepcopy(self.side_data, memo)
-        new._attributes = [
-            attributes if side is None else side.attributes
-            for attributes, side in zip(self._attributes, new.side_data)
-        ]
+        new._attributes = (
+            *[
+                attributes if side is None else side.attributes
+                for attributes, side in zip(self._attributes, new.side_data)
+            ],
+        )
         new._adopt_copies()
         trains = (source.requires_grad for source in self.sources)
         new._stand_for([*map(new.parameter, range(len(self.sources)), new._pieces, trains)])

@@ -75,16 +75,7 @@ class Arrivals:
 
     def hook(self, leaf: nn.Parameter, act: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
         """Returns a leaf's hook: notes the gradient, and calls `act` where the schedule may have to act."""
-        key = id(leaf)
-
-        def note(leaf: nn.Parameter) -> None:
-            if not self.missing:  # first gradient of a backward, or another graph task's
-                self.expect_all()
-            self._to_come -= self.missing.pop(key, 0)
-            if self._to_come <= self._next_stop:
-                act(leaf)
-
-        return note
+        return _LeafHook(self, act)
 
     def go_on(self, at_quarter: bool = True) -> None:
         """Sets when the schedule acts next; `at_quarter` tells whether at a quarter of the bytes."""
@@ -118,3 +109,20 @@ class Arrivals:
         """Ends the unit's backward, if one runs, though gradients may be missing."""
         self.end()
         self.missing = {}  # the schedule acts after the next gradient, the first of another backward
+
+
+class _LeafHook:
+    """The hook of a leaf: one object, where a function with its variables would be five."""
+
+    __slots__ = ("_act", "_arrivals")
+
+    def __init__(self, arrivals: Arrivals, act: Callable[[nn.Parameter], None]) -> None:
+        self._arrivals, self._act = arrivals, act
+
+    def __call__(self, leaf: nn.Parameter) -> None:
+        arrivals = self._arrivals
+        if not arrivals.missing:  # first gradient of a backward, or another graph task's
+            arrivals.expect_all()
+        arrivals._to_come -= arrivals.missing.pop(id(leaf), 0)
+        if arrivals._to_come <= arrivals._next_stop:
+            self._act(leaf)

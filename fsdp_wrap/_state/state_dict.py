@@ -164,8 +164,8 @@ def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
         shown = module._parameters.get(name, module.__dict__.get(name))
         if shown is not None:
             yield shown
-    for holder in (holder for owner in units for holder in owner.buffers.holders):
-        yield from (buffer for buffer in holder.buffers.values() if buffer is not None)
+    for owner in units:
+        yield from owner.buffers.shown()
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:

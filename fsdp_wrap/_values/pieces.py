@@ -100,7 +100,7 @@ def own_gradients(unit: Unit, name: str) -> Iterator[Piece]:
         for index, (fqn, leaf) in enumerate(zip(layout.fqns, segment.leaves)):
             if leaf.grad is not None:
                 yield whole(whole_name(name, fqn), leaf.grad)
-            elif gradients.used[index] and gradients.buffer is segment.full:
+            elif gradients.used[index] and gradients.taken is segment.full:
                 yield whole(whole_name(name, fqn), layout.views(segment.full.data)[index])
 
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_wrap import fully_shard
+from fsdp_wrap import FullyShardedDataParallel, fully_shard
 from fsdp_wrap._comm.process_group import Communicator
 from fsdp_wrap._core.modules import ParamPlaces, ParamSlot
 from fsdp_wrap._params import (
@@ -510,6 +510,44 @@ def test_a_dtensor_that_is_put_in_the_place_of_another_is_followed():
     assert not sharded.follow_replaced(), "what was removed is refused elsewhere"
 
 
+def test_units_of_the_same_shapes_share_what_has_no_values():
+    with fake_ranks(0, 2):
+        mesh, equal = (init_device_mesh("cpu", (2,)) for _ in range(2))
+        first, second, apart = (fully_shard(nn.Linear(3, 4), mesh=one) for one in (mesh, mesh, equal))
+        assert first.weight._spec is second.weight._spec and first.bias._spec is second.bias._spec
+        assert first.weight._spec is not first.bias._spec
+        assert mesh == equal and apart.weight._spec is not first.weight._spec
+        assert apart.weight.device_mesh is equal, "its process groups are others"
+        low = fully_shard(nn.Linear(3, 4).bfloat16(), mesh=mesh)
+        assert low.weight._spec.tensor_meta.dtype is torch.bfloat16
+        for use_orig_params in (False, True):
+            units = [
+                FullyShardedDataParallel(nn.Linear(3, size), use_orig_params=use_orig_params)
+                for size in (4, 4, 5)
+            ]
+            layouts = [unit._unit.params[0].layout for unit in units]
+            assert layouts[0] is layouts[1] is not layouts[2]
+
+
+def test_a_unit_at_rest_has_memory_for_its_shard_alone():
+    made: list[int] = []
+    make = Communicator.buffer
+
+    def noted(self: Any, numel: int, dtype: torch.dtype) -> Any:
+        made.append(numel)
+        return make(self, numel, dtype)
+
+    with fake_ranks(0, 2), mock.patch.object(Communicator, "buffer", noted):
+        model = fully_shard(nn.Linear(4, 4))
+        gathered = len(made)
+        assert gathered == 2, "for what is gathered, and for the full parameters"
+        model(torch.zeros(1, 4))
+        assert len(made) == gathered
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            assert len(made) == gathered + 1, "for gradients, once"
+
+
 def test_full_memory_is_free_before_that_of_gradients_is_made():
     buffers: list[Any] = []
     held: list[int] = []
@@ -520,7 +558,7 @@ def test_full_memory_is_free_before_that_of_gradients_is_made():
         return buffers
 
     def looking(*args: Any) -> Any:
-        held.append(sum(each.tensor.untyped_storage().nbytes() for each in buffers))
+        held.append(sum(each.data.untyped_storage().nbytes() for each in buffers))
         return gradients(*args)
 
     with fake_ranks(0, 2), mock.patch.object(segment.Segment, "_make_buffers", noted):

@@ -200,6 +200,6 @@ def spoil(buffer: Any) -> None:
         there = buffer.allocated
         allocate()
         if not there:
-            buffer.tensor.data.fill_(float("nan"))
+            buffer.data.fill_(float("nan"))
 
     buffer.allocate = allocate_spoiled

@@ -270,7 +270,7 @@ class SharedBuffer(Buffer):
         return True
 
     def keep_alone(self) -> None:
-        if self._without is not None and self._memory.find(self.tensor) is None:
+        if self._without is not None and self._memory.find(self.data) is None:
             piece = self._piece()
             piece.copy_(self._storage)
             self.hold(piece)

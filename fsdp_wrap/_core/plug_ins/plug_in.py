@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import repeat
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
@@ -340,6 +342,8 @@ class PlugIn:
 MOMENTS = tuple(name for name, value in vars(PlugIn).items() if callable(value))
 """The names of the moments."""
 
+_ALL_MOMENTS_OF = attrgetter(*MOMENTS)
+
 Moment = tuple[Callable[..., None], ...]
 """The methods to call at a moment, in their order."""
 
@@ -500,8 +504,8 @@ class PlugIns:
         above = self._above
         if above is not None and not self.own:  # as most units
             self.attached, self.see_spans = above.attached, above.see_spans
-            for moment in MOMENTS:
-                setattr(self, moment, getattr(above, moment))
+            for _ in map(setattr, repeat(self), MOMENTS, _ALL_MOMENTS_OF(above)):
+                pass
         else:
             others = () if above is None else above.attached
             self.attached = (*sorted((*others, *self.own), key=lambda plug_in: plug_in.order),)

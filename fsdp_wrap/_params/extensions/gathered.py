@@ -58,7 +58,7 @@ class Made:
         """Lets the subclass make the full tensor from the gathered ones, which lie in `buffers`."""
         unsharded, inner = self._whole.made_of(outputs, metadata, self._dtype, local)
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in inner}
-        gathered = {buffer.tensor.untyped_storage()._cdata for buffer in buffers}
+        gathered = {buffer.data.untyped_storage()._cdata for buffer in buffers}
         if self._whole.releases(local) and gathered & {*storages}:
             raise RuntimeError(
                 f"{RELEASES} of the {type(local).__name__} in parameter '{self._whole.fqn}' says that the "
@@ -120,7 +120,7 @@ class Gathering:
         following = iter(apart)
         self.buffers = [[next(following) for _ in given] for given in kinds]
         self.outputs = [
-            [whole.joined(buffer.tensor.data, *kind) for buffer, kind in zip(buffers, given)]
+            [whole.joined(buffer.data.data, *kind) for buffer, kind in zip(buffers, given)]
             for whole, buffers, given in zip(wholes, self.buffers, kinds)
         ]
         self.full.free()

@@ -69,7 +69,7 @@ class PackedParams(SliceParams):
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
-        self._attributes = [*map(users_attributes, params)]
+        self._attributes = (*map(users_attributes, params),)
         self._adopt(self._new_shard(torch.empty(0, dtype=torch.uint8)))
         for index, (param, packing) in enumerate(zip(params, self._packings)):
             self._pieces[index].copy_(self.layout.own_part(index, packing.packed(param.detach())))
@@ -94,7 +94,7 @@ class PackedParams(SliceParams):
             self.leaves = [nn.Parameter(tensor, requires_grad=False) for tensor in made]
         for leaf, attributes in zip(self.leaves, self._attributes):
             leaf.__dict__.update(attributes)
-        self._show_in(self.display.places)
+        self._display_leaves()
         return self.leaves
 
     def lie_in(self, views: Iterable[tuple[int, torch.Tensor]]) -> None:
@@ -116,9 +116,9 @@ class PackedParams(SliceParams):
 
     show_full = ShardedParams.show_full
 
-    def _show_in(self, places: Sequence[ParamPlaces]) -> None:
-        self.display = PackedDisplay(
-            *(self.layout.fqns, places, self._stand_ins(), self.leaves),
+    def _display_in(self, places: Sequence[ParamPlaces]) -> PackedDisplay:
+        return PackedDisplay(
+            *(self.layout.fqns, places, self._stand_ins()),
             packings=self._packings,
             attributes=self._attributes,
         )

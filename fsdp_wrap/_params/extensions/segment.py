@@ -52,9 +52,11 @@ class ExtensionSegment(Segment):
         nothing = self._communicator.buffer(0, torch.uint8)
         return nothing, nothing
 
-    def _alias_full(self) -> None:
+    def _follow_buffers(self) -> None:
         self._copies = [], []
         self._write_from_shard()
+
+    _alias_full = _follow_buffers
 
     def _write_from_shard(self) -> None:
         self.shard, self.from_host = self.params.flat_param.data, None
@@ -143,7 +145,7 @@ class ExtensionSegment(Segment):
         super().admit(changed, in_place)
         with torch.inference_mode(False), torch.no_grad():
             self._convert()
-        set_version_counters(self.counted, tuple(self.versions))
+        set_version_counters(self.counted, self.versions)
 
     def _convert(self) -> None:
         """Lets the subclasses make the leaves from the outputs, or fill them."""
@@ -180,7 +182,7 @@ class ExtensionSegment(Segment):
         Held ones keep theirs, which gets other values: only the subclass could copy it.
         """
         if self._admitted:
-            self.versions = [*map(_VERSION, self.counted)]
+            self.versions = (*map(_VERSION, self.counted),)
             set_version_counters(self.counted, self._freed)
         self._admitted = False
         if self._held:

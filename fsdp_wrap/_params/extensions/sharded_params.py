@@ -66,7 +66,7 @@ class ExtensionParams(DTensorParams):
 
     def _take_over(self, slots: Sequence[ParamSlot]) -> None:
         params = [slot.param for slot in slots]
-        self._attributes = [*map(users_attributes, params)]
+        self._attributes = (*map(users_attributes, params),)
         cuts = [self._cut_out(index, to_local(param)) for index, param in enumerate(params)]
         self._inners = [inner for inner, _ in cuts]
         self._adopt_all([part for _, part in cuts])
@@ -106,7 +106,7 @@ class ExtensionParams(DTensorParams):
         self._inner = [
             part.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(part) else () for part in parts
         ]
-        self._specs = self._specs_in(self.dtype)
+        self._specs = self._all_specs.in_dtype(self.dtype)
 
     def _adopt_copies(self) -> None:
         self._adopt_all([*map(_copied, self._inners, map(_detached, self.locals))])
@@ -122,7 +122,7 @@ class ExtensionParams(DTensorParams):
             inner = [tensor for tensor in map(piece.__dict__.get, names) if tensor is not None] or [piece]
             versions.append(source._version + piece._version + sum(tensor._version for tensor in inner))
             places.append(hash((id(piece), *(tensor.data_ptr() for tensor in inner))))
-        return versions, places
+        return (*versions,), (*places,)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
@@ -143,7 +143,7 @@ class ExtensionParams(DTensorParams):
         # The memory of subclasses is their own affair.
         self.memory = [torch.empty(cut.shape, dtype=self.dtype, device="meta") for cut in self.layout.extents]
         self.leaves = [*map(self._leaf, range(len(self.layout.extents)), self.memory)]
-        self._show_in(self.display.places)
+        self._display_leaves()
         return self.leaves
 
     def _leaf(self, index: int, unsharded: torch.Tensor) -> nn.Parameter:
@@ -160,7 +160,7 @@ class ExtensionParams(DTensorParams):
             leaf = self._leaf(index, tensor)
             leaf.requires_grad_(self.leaves[index].requires_grad)
             self.leaves[index] = leaf
-        self._show_in(self.display.places)
+        self._display_leaves()
 
 
 _detached = torch.Tensor.detach

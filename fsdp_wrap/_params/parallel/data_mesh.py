@@ -91,7 +91,7 @@ class DataMesh:
         ]
         return cls(parts[0] if len(parts) == 1 else concatenated_mesh(parts), whole, dims)
 
-    @property
+    @functools.cached_property
     def ranks(self) -> ShardMesh:
         """The ranks of the mesh, as units take them."""
         ranks = ranks_of(self.mesh, self.shards)

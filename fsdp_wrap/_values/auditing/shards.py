@@ -55,7 +55,7 @@ class Shards:
         unit = self._units[name]
         for number, segment in enumerate(unit.segments):
             part, layout = AuditedSegment(unit, Key(name, number)), segment.layout
-            lends = segment.gradients.buffer is segment.full  # gradients have taken its place
+            lends = segment.gradients.taken is segment.full  # gradients have taken its place
             if segment.params.extended or part.communicator.size == 1 or lends:
                 continue
             if part.key not in self.sent:

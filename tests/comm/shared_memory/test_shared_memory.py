@@ -312,7 +312,7 @@ def test_all_compute_with_one_copy_and_what_one_writes_there_is_its_own(rank, wo
 
     def holds(index: int, value: float) -> bool:
         expected = torch.arange(world_size).add(value).repeat_interleave(5001)
-        return torch.equal(buffers[index].tensor, expected.to(torch.float32))
+        return torch.equal(buffers[index].data, expected.to(torch.float32))
 
     def live() -> int:
         dist.barrier()
@@ -324,7 +324,7 @@ def test_all_compute_with_one_copy_and_what_one_writes_there_is_its_own(rank, wo
         for index in range(3):
             gather(index, 10.0 * turn + index)
         assert all(holds(index, 10.0 * turn + index) for index in range(3))
-        buffers[2].tensor[rank::world_size].mul_(3)
+        buffers[2].data[rank::world_size].mul_(3)
         time.sleep(0.005 * rank)  # the lender goes on
         assert all(holds(index, 10.0 * turn + index) for index in range(2))
         for index in (0, 2, 1) if rank else (1, 0, 2):
@@ -342,11 +342,11 @@ def test_all_compute_with_one_copy_and_what_one_writes_there_is_its_own(rank, wo
     gather(1, 8.0)
     assert holds(0, 7.0)
     buffers[0].keep_alone()  # so that gradients may be written there, which all read
-    assert holds(0, 7.0) and own_memory().find(buffers[0].tensor) is not None
+    assert holds(0, 7.0) and own_memory().find(buffers[0].data) is not None
     communicator.all_gather_object(0)
-    buffers[0].tensor.fill_(rank)
+    buffers[0].data.fill_(rank)
     shard = torch.empty(5001)
-    communicator.reduce_scatter([shard], [buffers[0].tensor]).wait()
+    communicator.reduce_scatter([shard], [buffers[0].data]).wait()
     assert (shard == sum(range(world_size))).all()
     buffers.clear()
     parts.clear()
@@ -398,7 +398,7 @@ def test_a_fork_neither_takes_part_nor_disturbs_its_parent(rank, world_size):
     buffer = SharedBuffer(100_000, torch.float32, own_memory())
     buffer.free()
     buffer.allocate()
-    buffer.tensor.fill_(7)
+    buffer.data.fill_(7)
     other = SharedBuffer(100_000, torch.float32, own_memory())
     other.free()
     common = SharedBuffer(100_000, torch.float32, own_memory())
@@ -411,7 +411,7 @@ def test_a_fork_neither_takes_part_nor_disturbs_its_parent(rank, world_size):
             buffer.free()
             common.free()
             other.allocate()
-            other.tensor.fill_(3)
+            other.data.fill_(3)
             own_memory().tensor(8192, 1 << 20).fill_(9)
             with pytest.raises(RuntimeError, match="forked process"):
                 communicator.gather_into([common], lambda: None)
@@ -420,7 +420,7 @@ def test_a_fork_neither_takes_part_nor_disturbs_its_parent(rank, world_size):
             os._exit(0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert (buffer.tensor == 7).all()
+    assert (buffer.data == 7).all()
     assert not communicator._channel.peers[1 - rank].board.is_read(3, rank)
     pending.wait()
     communicator.all_gather_object(0)  # the other's fork has ended as well
