@@ -281,7 +281,7 @@ class FSDPModule(nn.Module):
         if not 0 < abs(factor) < float("inf"):  # nor NaN
             raise ValueError(f"the divisor of gradients must be finite and not 0, but is {factor}")
         for handle in self.__handles(False):
-            handle.divide_gradients_by(factor)
+            handle.gradients.divide_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`.

@@ -35,7 +35,7 @@ def _follow_mode(unit: Unit) -> None:
     unit.reshard(Phase.IDLE)
     if unit.params and handle.where is not Where.SHARDED:
         return  # it is in the user's hands
-    if handle.accumulates:
+    if handle.gradients.accumulated:
         raise RuntimeError(
             f"{unit.name} went to {'eval' if in_full else 'train'} mode, and so to another precision "
             f"({FULL_PRECISION_IN_EVAL}=1), on rank {dist.get_rank()} while gradients left by no_sync "

@@ -86,7 +86,7 @@ class Offloading(PlugIn):
             for sharded in before.params:
                 sharded.gradients.release_arriving()
             if any(sharded.gradients.has_hooks for sharded in before.params):
-                add = before.handle.take_arriving()
+                add = before.handle.gradients.take_arriving()
                 if add is not None:
                     add()
         self._arriving.append(unit)

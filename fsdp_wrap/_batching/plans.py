@@ -77,9 +77,9 @@ class ReductionPlan(NamedTuple):
         """Whether all members are unchanged since the plan, and no reduction of theirs is in flight."""
         for unit, options, generation in self.members:
             handle = unit.handle
-            if handle.reduction is not None or unit.options is not options:
+            if handle.gradients.reduction is not None or unit.options is not options:
                 return False
-            if handle.transport is not handle.communicator or handle.has_own_reduction:
+            if handle.transport is not handle.communicator or handle.gradients.has_own_reduction:
                 return False
             if handle.generation != generation or handle.keeps_storage:
                 return False
@@ -106,7 +106,7 @@ class BatchedReduction:
     def take(self, unit: Unit) -> bool:
         """Takes a unit's gradients; returns False if they are not as planned: the unit reduces alone."""
         handle, gradients = unit.handle, self._plan.gradients
-        segments, expected = handle.reduced_segments(), self._plan.segments[unit]
+        segments, expected = handle.gradients.reduced_segments(), self._plan.segments[unit]
         self.missing.remove(unit)
         same = [*map(handle.segments.index, segments)] == expected
         if not same or {segment.gradients.buffer_dtype for segment in segments} != {gradients.dtype}:
@@ -117,7 +117,7 @@ class BatchedReduction:
             begin = None
         self.taken.append(unit)
         self._segments += segments
-        handle.join(self)
+        handle.gradients.join(self)
         return True
 
     def send(self, phase: Phase) -> None:
@@ -167,7 +167,7 @@ class BatchedReduction:
     def _end(self) -> Reduction | None:
         taken, self.taken, self.missing, self._segments = self.taken, [], [], []
         for unit in taken:
-            unit.handle.leave_reduction(self.partial)
+            unit.handle.gradients.leave(self.partial)
         reduction, self._reduction = self._reduction, None
         return reduction
 

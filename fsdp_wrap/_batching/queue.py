@@ -26,7 +26,7 @@ from fsdp_wrap._core import (
 from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle, Segment, Where
 from fsdp_wrap._runtime import Queue, Reducing, Schedule, Unit
 
-_REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
+_REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("gradients.reduced_nbytes")
 
 
 class BatchingQueue(Queue):
@@ -207,21 +207,21 @@ class BatchingQueue(Queue):
         taking: list[Segment] = []
         for member in units:
             handle, first[member] = member.handle, len(taking)
-            segments = handle.reduced_segments()
+            segments = handle.gradients.reduced_segments()
             numbers[member] = [*map(handle.segments.index, segments)]
             taking += segments
         gradients = BatchedGradients(unit.handle.communicator, taking)
         members = [*map(Member.of, units)]
-        nbytes = {member: member.handle.reduced_nbytes for member in units}
+        nbytes = {member: member.handle.gradients.reduced_nbytes for member in units}
         plan = ReductionPlan(coming, members, numbers, first, gradients, nbytes)
         self._reductions[unit, defers] = plan
         return plan
 
     def _may_wait(self, unit: Unit) -> bool:
-        handle = unit.handle
-        if handle.reduction is not None or not handle.trainable or not unit.options.syncs:
+        handle, gradients = unit.handle, unit.handle.gradients
+        if gradients.reduction is not None or not handle.trainable or not unit.options.syncs:
             return False
-        if not self._is_small(unit, handle, handle.reduced_nbytes) or not handle.communicator.keeps_notes:
+        if not self._is_small(unit, handle, gradients.reduced_nbytes) or not handle.communicator.keeps_notes:
             return False
         if handle.communicator.size == handle.replicas.size == 1:  # nothing is communicated
             return False
@@ -239,5 +239,5 @@ def _same_ways(unit: Unit) -> tuple[object, ...]:
 
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:
     """Returns (buffer dtype, reduce dtype) of a unit's gradients."""
-    segments = unit.handle.reduced_segments()
+    segments = unit.handle.gradients.reduced_segments()
     return {(segment.gradients.buffer_dtype, segment.dtypes.reduce) for segment in segments}

@@ -51,7 +51,7 @@ def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
         refuse_unsharded(module, "compress()")
     require_idle(units, "compress()")
     for unit in units if reductions is not None else ():
-        if unit.handle.has_own_reduction:
+        if unit.handle.gradients.has_own_reduction:
             raise RuntimeError(
                 f"{unit.name} has a communication hook already, which reduces its gradients; compress the "
                 "gathers only"

@@ -59,7 +59,7 @@ def _refuse_other_memory(unit: Unit, handle: ParamHandle, method: str) -> None:
 
 
 def _require_unused(unit: Unit, handle: ParamHandle, method: str) -> None:
-    if handle.accumulates or not handle.become_sharded():
+    if handle.gradients.accumulated or not handle.become_sharded():
         raise RuntimeError(
             f"{method} must be called between steps: the parameters of {unit.name} are in use, or gradients "
             "that no_sync left wait for a reduction"

@@ -65,3 +65,4 @@ from fsdp_wrap._params.side_data import (
 )
 from fsdp_wrap._params.state import Until, Where
 from fsdp_wrap._params.summoned import Summoning
+from fsdp_wrap._params.unit_gradients import UnitGradients

@@ -55,7 +55,7 @@ def _check_recomputed(unit: Any) -> None:
         )
     elif unit.plug_ins.align:
         why = "runs inside uneven() or Join, where ranks without a batch could not tell what is gathered"
-    elif handle.lends and not handle.serves(Use.BOTH):
+    elif handle.gradients.in_place and not handle.serves(Use.BOTH):
         why = "has gradients in the place of its parameters: call set_gradients_in_place(model, False)"
     else:
         return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import attrgetter, methodcaller
 
 import torch
@@ -15,14 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import (
-    Accelerator,
     Communicator,
     Finished,
     FromHost,
     GroupMemory,
     Pending,
-    accelerator_of,
-    await_arrivals,
 )
 from fsdp_wrap._core import (
     PlugIns,
@@ -35,11 +31,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._params.collectives import (
     GatherShare,
-    InReduction,
-    NotedReduction,
     PostForwardShards,
-    ReduceScatter,
-    Reduction,
     Transport,
 )
 from fsdp_wrap._params.extensions import ExtensionSegment, Use
@@ -51,6 +43,7 @@ from fsdp_wrap._params.showing import Showing, UnitDisplay
 from fsdp_wrap._params.side_data import refuse_other_codes, refuse_training
 from fsdp_wrap._params.state import MOVES, Until, Where
 from fsdp_wrap._params.summoned import SummonedSegment, Summoning
+from fsdp_wrap._params.unit_gradients import UnitGradients
 
 _NOTHING = Finished()
 _REQUIRES_GRAD, _WRITTEN = attrgetter("requires_grad"), methodcaller("written")
@@ -80,11 +73,10 @@ class ParamHandle:
         written: The last versions of the sharded parameters, by segment; see `ShardedParams.written`.
         transport: Gathers parameters and reduces gradients in training.
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
-        keeps_gradients: Whether a backward has left gradients that are not summed over all ranks yet.
         bulky: Whether one leaf's gradient alone takes half of a segment's memory.
         sizeable: Whether one takes a quarter of it.
         in_full: Whether the unit computes in the master dtype, whatever its policies say.
-        contributors: Number by which sums of gradients are divided: of the ranks, unless chosen otherwise.
+        gradients: The unit's gradients, and their reductions.
         plug_ins: What is attached to the unit, to its steps and to all steps.
     """
 
@@ -104,8 +96,8 @@ class ParamHandle:
         self.params = params
         self._trained = [*map(trains, params)]
         self.in_full = False
-        self.contributors: float = communicator.size * replicas.size
         self.segments = [*map(self._segment, params, self._dtypes(self.in_full))]
+        self.gradients = UnitGradients(self.segments, communicator, replicas, self.plug_ins)
         self._note_contents()
         if self._extended:
             self.plug_ins.attach(GatherUses())
@@ -119,21 +111,13 @@ class ParamHandle:
         self.written = [*map(_WRITTEN, params)]
         self._changed = False  # whether the values are others than at the last `wait`
         self._steps_at_gather = 0  # of all optimizers
-        self.reduction: InReduction | None = None
-        self.keeps_gradients = False
-        self._reduce_scatter: ReduceScatter | None = None
-        self.has_own_reduction = False
-        self._summing = replicas
 
     def with_params(self, params: Sequence[ShardedParams]) -> ParamHandle:
         """Returns a handle of other parameters, otherwise like this one."""
         handle = ParamHandle(params, self.communicator, self.replicas, self._policies, self.held_by)
         handle.set_transport(self._transport_of)
-        if not self.plug_ins.takes:  # else it is that of sums which a copy does not have
-            handle.divide_gradients_by(self.contributors)
+        handle.gradients.reduce_like(self.gradients)
         handle.keep_storage(self.keeps_storage)
-        if self._reduce_scatter is not None:
-            handle.reduce_by(self._reduce_scatter, self._summing)
         for plug_in in self.plug_ins.own:
             if plug_in.copied:
                 handle.plug_ins.attach(plug_in)
@@ -146,7 +130,8 @@ class ParamHandle:
                 f"state_over_replicas=True decides how '{self.params[0].layout.fqns[0]}', and what is beside "
                 "it in its unit, is gathered and reduced: shard without it"
             )
-        self.transport, self._transport_of = transport_of(self), transport_of
+        self.transport = self.gradients.transport = transport_of(self)
+        self._transport_of = transport_of
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -166,7 +151,7 @@ class ParamHandle:
 
     def _segment(self, sharded: ShardedParams, dtypes: SegmentDtypes) -> Segment:
         kind: Callable[..., Segment] = ExtensionSegment if sharded.extended else Segment
-        segment = kind(sharded, dtypes, self.communicator, self.contributors, self.plug_ins)
+        segment = kind(sharded, dtypes, self.communicator, self.plug_ins)
         if self.keeps_storage:
             segment.keep_memory(True)
         return segment
@@ -223,31 +208,12 @@ class ParamHandle:
         """Whether the modules show full parameters that are in the user's hands."""
         return self.summoned and all(segment.shows_full for segment in self._summoned)
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether there are gradients that no reduction has taken."""
+    def nbytes_by_dtype(self) -> dict[str, int]:
+        """Returns the bytes of the full parameters, by the dtype in which they travel."""
+        nbytes = Counter[torch.dtype]()
         for segment in self.segments:
-            if segment.gradients.collected and self.reduction is None:
-                return True
-            for leaf in segment.leaves:
-                if leaf.grad is not None:
-                    return True
-        return False
-
-    @property
-    def lends(self) -> bool:
-        """Whether gradients lie where the full parameters were."""
-        return any(segment.gradients.buffer is segment.full for segment in self.segments)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients wait for a later backward, which sums them over all ranks (`no_sync`)."""
-        return any(segment.gradients.accumulated for segment in self.segments)
-
-    @property
-    def keeps_partial(self) -> bool:
-        """Whether sums over this copy's ranks only wait for the next reduction."""
-        return any(segment.gradients.partial is not None for segment in self.segments)
+            nbytes += segment.nbytes_by_dtype
+        return {format_dtype(dtype): count for dtype, count in nbytes.items()}
 
     # parameters
 
@@ -305,7 +271,7 @@ class ParamHandle:
     @property
     def can_be_batched(self) -> bool:
         """Whether the communicator alone gathers and reduces: batches with other units are possible."""
-        if self.transport is not self.communicator or self.has_own_reduction or self.keeps_storage:
+        if self.transport is not self.communicator or self.gradients.has_own_reduction or self.keeps_storage:
             return False
         return not self._extended and not any(segment.params.offloaded for segment in self.segments)
 
@@ -409,13 +375,13 @@ class ParamHandle:
 
     def compute_in_full(self, in_full: bool) -> None:
         """Switches a sharded unit between its master dtype and the dtypes of its policies."""
-        assert self.where is Where.SHARDED and not self.accumulates
+        assert self.where is Where.SHARDED and not self.gradients.accumulated
         self.in_full = in_full
         self._make_segments()
 
     def allocate_in(self, memory: GroupMemory | None) -> None:
         """Moves a sharded unit's buffers to other memory; None for ordinary memory."""
-        assert self.where is Where.SHARDED and not self.accumulates
+        assert self.where is Where.SHARDED and not self.gradients.accumulated
         if memory is not self.communicator.memory:
             self.communicator.allocate_in(memory)
             self._make_segments(anew=True)
@@ -429,6 +395,7 @@ class ParamHandle:
             if anew or dtypes != segment.dtypes:
                 self.segments[index] = self._segment(segment.params, dtypes)
                 self.generation += 1
+        self.gradients.divide_by(self.gradients.contributors)
         self._note_contents()
 
     @property
@@ -500,136 +467,12 @@ class ParamHandle:
             self._note_contents()
         return changed
 
-    def reduce_by(self, reduce_scatter: ReduceScatter, replicas: Communicator) -> None:
-        """Replaces the reduction by one that averages; the shards are averaged over `replicas` afterwards."""
-        self._reduce_scatter, self._summing = reduce_scatter, replicas
-        self.has_own_reduction = True
-        self.divide_gradients_by(replicas.size)
-
-    def divide_gradients_by(self, factor: float) -> None:
-        """Divides summed gradients by another number than the number of ranks."""
-        self.contributors = factor
-        for segment in self.segments:
-            segment.gradients.average_over(factor)
-
-    def take_in_place(self, leaf: nn.Parameter) -> None:
-        """Moves a leaf's gradient into the leaf's memory, if that may serve as the reduce buffer."""
-        for segment in self.segments:
-            if leaf in segment.places:
-                segment.take_in_place(segment.places[leaf])
-
-    def start_reduction(self, over_replicas: bool = True, counts_unused: bool = False) -> int:
-        """Issues the reduce-scatter of every segment that holds gradients; returns the bytes concerned.
-
-        Args:
-            over_replicas: Whether the sum over the replicas follows, and not only after the next reduction.
-            counts_unused: Whether parameters that no rank used get gradients of zeros.
-        """
-        segments = self.reduced_segments()
-        full = [segment.gradients.complete(counts_unused) for segment in segments]
-        for act in self.plug_ins.takes:
-            act(self, segments, full)
-        if self.reduction is None:
-            empty = self.communicator.empty
-            shards = [empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments]
-            pending = (self._reduce_scatter or self.transport.reduce_scatter)(shards, full)
-            if self.has_own_reduction or not self.transport.keeps_notes:
-                ranks = self.communicator if self.communicator.size > 1 else self.replicas
-                pending = NotedReduction(segments, shards, pending, ranks)
-            at_once = over_replicas or self._summing.size == 1
-            self.reduction = Reduction(segments, shards, pending, self._summing if at_once else None)
-        return sum(buffer.nbytes for buffer in full)
-
-    def reduced_segments(self) -> list[Segment]:
-        """Returns the segments that take part in a reduction, the same on all ranks."""
-        return [segment for segment in self.segments if segment.trainable or segment.gradients.waits]
-
-    def nbytes_by_dtype(self, reduced: bool) -> dict[str, int]:
-        """Returns the bytes of the full parameters, or of the gradients in a reduction, by dtype.
-
-        The dtypes are those in which they travel.
-        """
-        nbytes = Counter[torch.dtype]()
-        for segment in self.reduced_segments() if reduced else self.segments:
-            if reduced:
-                dtype = segment.gradients.buffer_dtype
-                nbytes[dtype] += segment.layout.numel * dtype.itemsize
-            else:
-                nbytes += segment.nbytes_by_dtype
-        return {format_dtype(dtype): count for dtype, count in nbytes.items()}
-
-    @property
-    def reduced_nbytes(self) -> int:
-        """Bytes of the gradients in a reduction."""
-        return sum(self.nbytes_by_dtype(reduced=True).values())
-
-    def join(self, reduction: InReduction) -> None:
-        """Leaves the gradients to a batched reduction, or to that of a plug-in."""
-        self.reduction = reduction
-
-    def leave_reduction(self, partial: bool = False) -> None:
-        """Notes the end of a batched reduction; `partial` if the next one adds its sums."""
-        self.reduction = None
-        self.keeps_gradients = partial
-
-    def finish_reduction(self) -> None:
-        """Waits for the reduction in flight, and adds its result to the sharded parameters' gradients."""
-        assert self.reduction is not None
-        reduction, self.reduction = self.reduction, None
-        self.keeps_gradients = reduction.partial
-        reduction.finish()
-
-    @property
-    def awaits_gradients(self) -> bool:
-        """Whether reduced gradients are on their way to the host."""
-        return any(sharded.gradients.arriving for sharded in self.params)
-
-    def take_arriving(self) -> Callable[[], None] | None:
-        """Hands over the reduced gradients that are on their way to the host, if there are any.
-
-        Returns:
-            Waits for them, and adds them to those of the sharded parameters; any thread may call it.
-        """
-        accelerator = accelerator_of(self.communicator.device)
-        if accelerator is None or not self.awaits_gradients:
-            return None
-        return partial(
-            _add_arrived, accelerator, [sharded.gradients.take_arriving() for sharded in self.params]
-        )
-
-    def collect_gradients(self) -> None:
-        """Moves the leaves' gradients into the reduce buffers, to which more may be added."""
-        for segment in self.segments:
-            segment.gradients.collect()
-
-    def keep_accumulated(self) -> None:
-        """Keeps the collected gradients for a later backward (`no_sync`)."""
-        for segment in self.segments:
-            if segment.trainable:
-                segment.gradients.keep_accumulated()
-            self.keeps_gradients = self.keeps_gradients or segment.gradients.kept
-
-    def forget_zeroed(self) -> None:
-        """Drops accumulated gradients that the user has zeroed since."""
-        for segment in self.segments if self.keeps_gradients else ():
-            if segment.gradients.kept or segment.gradients.partial is not None:
-                segment.gradients.forget_zeroed()
-
     def abandon_backward(self) -> None:
         """Drops the remains of a failed backward: work in flight, gradients on leaves, partial sums."""
-        if self.reduction is not None:
-            reduction, self.reduction = self.reduction, None
-            reduction.abandon()
-        if self.lends:
+        self.gradients.abandon_reduction()
+        if self.gradients.in_place:
             self.reshard()
-        for segment in self.segments:
-            segment.gradients.drop_failed()
-
-
-def _add_arrived(accelerator: Accelerator, adding: Sequence[Callable[[], None]]) -> None:
-    await_arrivals(accelerator)
-    for add in adding:
-        add()
+        self.gradients.drop_failed()
 
 
 class EmptyHandle(ParamHandle):

@@ -44,7 +44,6 @@ class Segment:
         params: ShardedParams,
         dtypes: SegmentDtypes,
         communicator: Communicator,
-        contributors: float,
         plug_ins: PlugIns,
     ) -> None:
         self.params, self.layout = params, params.layout
@@ -71,7 +70,7 @@ class Segment:
         self._alias_full()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
-        self.gradients = Gradients(params, dtypes, communicator, contributors, self.leaves, plug_ins)
+        self.gradients = Gradients(params, dtypes, communicator, self.leaves, plug_ins)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
         """Returns the unsharded buffer and the gathered one."""

@@ -157,7 +157,7 @@ def _refuse(
         schedule.require_idle("reproducible()")
     for unit, handle in handles:
         refuse_others_sums(unit, handle)
-        if handle.accumulates:
+        if handle.gradients.accumulated:
             raise RuntimeError(
                 f"gradients of {unit.name} that no_sync left wait for a backward: run it before "
                 "reproducible()"

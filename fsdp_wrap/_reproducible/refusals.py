@@ -52,7 +52,7 @@ def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
             f"'{unit.name_of(handle.distributed[0])}' is distributed by tensor or expert parallelism, whose "
             "groups sum by themselves: reproducible() takes parameters that are sharded over data only"
         )
-    if handle.has_own_reduction or hook_of(unit) is not None:
+    if handle.gradients.has_own_reduction or hook_of(unit) is not None:
         raise RuntimeError(
             f"{unit.name} has a hook of its reductions, which may sum or round by itself: a reproducible "
             "model takes none"

@@ -62,8 +62,8 @@ class CountedSteps(PlugIn):
     def _take_over(self, unit: Unit, handle: ParamHandle, leaves: int, average: bool) -> None:
         self._sums[unit] = TreeSums(handle, leaves)
         handle.plug_ins.attach(self._sums[unit])
-        self._divisors[unit] = handle.contributors
-        handle.divide_gradients_by(leaves if average else 1.0)
+        self._divisors[unit] = handle.gradients.contributors
+        handle.gradients.divide_by(leaves if average else 1.0)
         unit.set()  # a plan of batched reductions does not fit any more
 
     @property
@@ -89,7 +89,7 @@ class CountedSteps(PlugIn):
             exact_powers.pop(param, None)
         for unit, divisor in self._divisors.items():
             unit.plug_ins.detach(self._sums[unit])
-            unit.handle.divide_gradients_by(divisor)
+            unit.handle.gradients.divide_by(divisor)
 
     # moments
 

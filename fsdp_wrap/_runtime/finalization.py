@@ -86,7 +86,7 @@ class BackwardEnd:
             handle = unit.handle
             if not unit.defers:
                 continue
-            if handle.keeps_partial or (handle.holds_gradients and unit.options.syncs):
+            if handle.gradients.partly_summed or (handle.gradients.untaken and unit.options.syncs):
                 raise RuntimeError(
                     f"gradients of {unit.name} are summed over a part of the ranks only; call "
                     "set_requires_all_reduce(True) before the last backward that finalize_backward() ends"

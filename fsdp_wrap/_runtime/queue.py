@@ -152,7 +152,8 @@ class Queue:
     def before_gradients(self, unit: Unit, phase: Phase) -> None:
         """Makes room for a unit's gradients; a reduction of the unit must end before more are taken."""
         if self.busy:
-            self.make_room(0 if unit.handle.reduction is not None else unit.options.most_reducing - 1)
+            in_flight = unit.handle.gradients.reduction is not None
+            self.make_room(0 if in_flight else unit.options.most_reducing - 1)
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
         """Issues a unit's reduction."""

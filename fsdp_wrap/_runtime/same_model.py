@@ -136,7 +136,7 @@ class SameModel(PlugIn):
     def reduced(self, unit: Unit) -> None:
         log = self._logs[unit]
         # Others than a communicator's own need not wait for peers.
-        if log.reductions and not unit.handle.has_own_reduction and not unit.plug_ins.takes:
+        if log.reductions and not unit.handle.gradients.has_own_reduction and not unit.plug_ins.takes:
             log.reduced()
 
     def _log_of(self, unit: Unit) -> UnitPositions:

@@ -132,7 +132,7 @@ class Schedule(Step):
     @torch.no_grad()
     def end_backwards_of(self, unit: Unit) -> None:
         """Ends by hand the backwards of one unit, except for `await_reduction`."""
-        unit.handle.forget_zeroed()
+        unit.handle.gradients.forget_zeroed()
         self._leave_backward(unit, Phase.IDLE)
         self._take_gradients(unit, Phase.IDLE)
 

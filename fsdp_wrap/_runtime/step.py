@@ -277,8 +277,8 @@ class Step(UnitTree):
             handle = unit.handle
             if handle.follow_requires_grad():  # other leaves than in the last forward
                 self.hook_leaves(unit)
-            if handle.keeps_gradients:
-                handle.forget_zeroed()
+            if handle.gradients.unsummed:
+                handle.gradients.forget_zeroed()
             unit.arrivals.begin(every=self._keeps_graph or unit.options.gradients_in_place)
             if handle.stays is Until.EARLIER:  # recomputed outer forwards read them
                 handle.stay(Until.BACKWARD)
@@ -301,7 +301,7 @@ class Step(UnitTree):
             arrivals.expect_all_but(leaf)
         self.gradients_came = True
         if unit.options.gradients_in_place and self.queue.takes_in_place(unit):
-            unit.handle.take_in_place(leaf)
+            unit.handle.gradients.take_in_place(leaf)
         arrivals.go_on()
         if arrivals.quarter_came and self.queue.busy and not unit.ends_together:
             self.queue.make_room(unit.options.most_reducing - 1)
@@ -365,7 +365,7 @@ class Step(UnitTree):
             if syncs:
                 self.queue.reduce(unit, phase)
             else:
-                unit.handle.collect_gradients()
+                unit.handle.gradients.collect()
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
@@ -381,7 +381,7 @@ class Step(UnitTree):
             if unit.arrivals.progress is not Progress.FINISHED or handle.where is not Where.SHARDED:
                 self._leave_backward(unit, Phase.FINAL_CALLBACK)
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
-            elif handle.keeps_gradients:
+            elif handle.gradients.unsummed:
                 self._take_gradients(unit, Phase.FINAL_CALLBACK)
         for act in self.plug_ins.backward_ends:
             act(self)
@@ -393,7 +393,7 @@ class Step(UnitTree):
         """Ends a backward of this rank or of others; `waits` tells to wait for reductions."""
         for unit in self._units:
             if not (self.syncs and unit.options.syncs):
-                unit.handle.keep_accumulated()
+                unit.handle.gradients.keep_accumulated()
         try:
             self.queue.send()
         except (RuntimeError, MemoryError) as error:

@@ -335,7 +335,7 @@ class Unit:
                 f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
                 "or load them before the first forward"
             )
-        if handle.reduction is not None and handle.lends:
+        if handle.gradients.reduction is not None and handle.gradients.in_place:
             self.finish_reduction()
         assert self.schedule is not None
         for act in at.to_gather:
@@ -385,18 +385,18 @@ class Unit:
             act((self,), phase, defers)
         span = at.span(SpanKind.REDUCE, phase, (self,)) if at.see_spans else NO_SPAN
         with span:
-            nbytes = span.nbytes = handle.start_reduction(not defers, self.options.counts_unused)
+            nbytes = span.nbytes = handle.gradients.reduce(not defers, self.options.counts_unused)
         for act in at.reduces:
             act(self, phase, nbytes, ())
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and takes its result."""
         handle, at = self.handle, self.plug_ins
-        if handle.reduction is None:
+        if handle.gradients.reduction is None:
             return
         span = at.span(SpanKind.AWAIT_REDUCTION, None, (self,)) if at.see_spans else NO_SPAN
         with span:
-            handle.finish_reduction()
+            handle.gradients.finish()
 
     # forward
 
@@ -496,10 +496,10 @@ class Unit:
         Args:
             syncs: Whether gradients are reduced now.
         """
-        handle = self.handle
-        if self.arrivals.owes or handle.holds_gradients:
+        gradients = self.handle.gradients
+        if self.arrivals.owes or gradients.untaken:
             return True
-        waits = handle.keeps_gradients and handle.keeps_partial and handle.reduction is None
+        waits = gradients.unsummed and gradients.partly_summed and gradients.reduction is None
         return syncs and waits and not self.defers
 
     @property

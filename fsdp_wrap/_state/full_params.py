@@ -74,7 +74,7 @@ def summon_full_params(
     require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")
     refuse_summoned(units, "another summon_full_params()")
     for unit in units:
-        if with_grads and unit.handle.accumulates:
+        if with_grads and unit.handle.gradients.accumulated:
             raise RuntimeError(
                 f"{unit.name} holds gradients accumulated under no_sync, which are not reduced yet; call "
                 "summon_full_params(with_grads=True) after a backward outside of no_sync, or zero them"

@@ -95,8 +95,8 @@ class Pool:
         with schedule.summing(True, True):
             for unit in schedule.units:
                 handle = unit.handle
-                if handle.reduced_segments():
-                    handle.forget_zeroed()
+                if handle.gradients.reduced_segments():
+                    handle.gradients.forget_zeroed()
                     schedule.queue.reduce_alone(unit, Phase.IDLE)
                     schedule.queue.finish_reduction_of(unit)
             schedule.await_reduction()
@@ -120,4 +120,5 @@ def _data_ranks(unit: Unit) -> int:
 def _divisor(unit: Unit) -> float:
     """Returns by what the sums of a unit's gradients over all ranks are divided."""
     # Communication hooks average by themselves, over the replicas of NO_SHARD too.
-    return _data_ranks(unit) if unit.handle.has_own_reduction else unit.handle.contributors
+    gradients = unit.handle.gradients
+    return _data_ranks(unit) if gradients.has_own_reduction else gradients.contributors

@@ -168,5 +168,5 @@ def header_of(model: nn.Module, units: Sequence[str]) -> files.Header:
     if sharded := units_in(model):
         handles = {name: unit.handle for name, unit in sharded.items() if unit.params}
         copies = {name: handle.replicas.rank for name, handle in handles.items()}
-        contributors = max([handle.contributors for handle in handles.values()], default=1.0)
+        contributors = max([handle.gradients.contributors for handle in handles.values()], default=1.0)
     return files.Header(rank, ranks, contributors, copies, torch.__version__)

@@ -101,7 +101,8 @@ class _UnitMemory(NamedTuple):
     def of(cls, name: str, handle: ParamHandle) -> _UnitMemory:
         unsharded = handle.where in (Where.GATHERING, Where.FULL) or handle.summoned
         full = handle.unsharded_nbytes if unsharded else 0
-        gradients = handle.reduced_nbytes if handle.reduction is not None or handle.accumulates else 0
+        held = handle.gradients.reduction is not None or handle.gradients.accumulated
+        gradients = handle.gradients.reduced_nbytes if held else 0
         return cls(
             name, handle.where, full, gradients, sum(segment.shard.nbytes for segment in handle.segments)
         )

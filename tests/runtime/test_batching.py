@@ -108,7 +108,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def assert_idle(model: nn.Module) -> None:
     for unit in units_of(model):
         assert unit.handle.where.value == "sharded", unit.fqn
-        assert unit.handle.reduction is None, unit.fqn
+        assert unit.handle.gradients.reduction is None, unit.fqn
         for segment in unit.handle.segments:
             assert not segment.full.allocated and not segment.gradients.collected, unit.fqn
 

@@ -331,12 +331,12 @@ def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
         def counted(unit: Unit, phase: Any) -> None:
             reduce(unit, phase)
             if unit.handle in handles:  # noqa: B023
-                found.append(sum(each.reduction is not None for each in handles))  # noqa: B023
+                found.append(sum(each.gradients.reduction is not None for each in handles))  # noqa: B023
 
         with mock.patch.object(Unit, "reduce", counted):
             model(batch(rank, 9)).sum().backward()
         assert found == expected, most
-        assert not any(handle.reduction for handle in handles)
+        assert not any(handle.gradients.reduction for handle in handles)
 
 
 def test_more_in_flight_take_more_memory_and_all_of_it_comes_back():

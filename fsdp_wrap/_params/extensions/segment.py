@@ -37,7 +37,6 @@ class ExtensionSegment(Segment):
         params: ExtensionParams,
         dtypes: SegmentDtypes,
         communicator: Communicator,
-        contributors: float,
         plug_ins: PlugIns,
     ) -> None:
         self._made = [Made(whole, dtypes.param) for whole in params.wholes]
@@ -46,7 +45,7 @@ class ExtensionSegment(Segment):
         self._use, self._asks = Use.BOTH, False
         self._depends = self._gives_both = False
         self._is_made = False
-        super().__init__(params, dtypes, communicator, contributors, plug_ins)
+        super().__init__(params, dtypes, communicator, plug_ins)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
         nothing = self._communicator.buffer(0, torch.uint8)

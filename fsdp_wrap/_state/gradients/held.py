@@ -118,7 +118,7 @@ class HeldGradients:
         """Units whose gradients `no_sync` has left for a later backward to reduce."""
         if not any(map(_ACCUMULATED, self._segments)):
             return []
-        return [handle for handle in self._handles if handle.accumulates]
+        return [handle for handle in self._handles if handle.gradients.accumulated]
 
     def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
         """Groups non-empty local gradients by the ranks that hold the rest; skips handles in `without`."""

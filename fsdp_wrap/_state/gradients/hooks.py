@@ -175,17 +175,17 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
     for unit, handle in owning:
         alone = make_communicator(None, handle.communicator.device)
         replicas = handle.replicas if _is_sharded(handle) else alone
-        handle.reduce_by(_HookedReduction(unit, handle, state, _working(hook)), replicas)
+        handle.gradients.reduce_by(_HookedReduction(unit, handle, state, _working(hook)), replicas)
 
 
 def _check_unit(unit: Unit, handle: ParamHandle) -> None:
-    if handle.has_own_reduction:
+    if handle.gradients.has_own_reduction:
         raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one")
     if handle.transport.compresses_reductions:
         raise RuntimeError(
             f"compress() decides how gradients of {unit.name} travel: call it without reductions first"
         )
-    if handle.holds_gradients:
+    if handle.gradients.untaken:
         raise RuntimeError(
             f"{unit.name} holds gradients that no_sync() left unreduced: run a backward outside of "
             "no_sync(), or call zero_grad(), before"

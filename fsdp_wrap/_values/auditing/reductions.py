@@ -50,7 +50,7 @@ class Reductions:
     def checks(self, part: AuditedSegment) -> bool:
         """Whether a unit's sums are those that its communicators make of all ranks' numbers."""
         handle, plug_ins = handle_of(part.unit), part.unit.plug_ins
-        if handle.has_own_reduction or plug_ins.takes or plug_ins.averaged:
+        if handle.gradients.has_own_reduction or plug_ins.takes or plug_ins.averaged:
             return False
         ranks = handle.communicator.size * handle.replicas.size
         whole = ranks == len(self._members) and handle.communicator.members <= self._members

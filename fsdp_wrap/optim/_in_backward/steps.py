@@ -373,7 +373,7 @@ class UnitUpdates(PlugIn):
                 raise _come_again(unit)
             self._reduced[unit] = None
         if not self._steps.communicates:
-            self._update(unit for unit in self._reduced if not unit.handle.awaits_gradients)
+            self._update(unit for unit in self._reduced if not unit.handle.gradients.arriving)
 
     def before_reduction(self, step: Schedule) -> None:
         """Updates all that is complete: updates that communicate do so here."""
@@ -384,7 +384,7 @@ class UnitUpdates(PlugIn):
             if self._is_complete(unit):
                 del self._reduced[unit]
                 self._note(unit)
-                self._steps.update(unit, unit.handle.take_arriving())
+                self._steps.update(unit, unit.handle.gradients.take_arriving())
 
     def _is_complete(self, unit: Unit) -> bool:
         if self._steps.waits or not self._last or unit.forwards > 1:
@@ -392,8 +392,8 @@ class UnitUpdates(PlugIn):
         awaited, come = self._outputs.get(unit, _NO_OUTPUTS)
         if unit.arrivals.progress is not Progress.FINISHED or not awaited <= come:
             return False
-        handle = unit.handle  # of which a reduction or a sum may still be due
-        return handle.reduction is None and not (handle.holds_gradients or handle.keeps_gradients)
+        gradients = unit.handle.gradients  # of which a reduction or a sum may still be due
+        return gradients.reduction is None and not (gradients.untaken or gradients.unsummed)
 
     def _note(self, unit: Unit) -> None:
         self._updated.add(unit)
@@ -406,7 +406,7 @@ class UnitUpdates(PlugIn):
         if not complete:
             return
         begun, reduced = self._end()
-        left = [unit for unit in reduced if unit.params and not unit.handle.keeps_gradients]
+        left = [unit for unit in reduced if unit.params and not unit.handle.gradients.unsummed]
         for unit in left:
             self._note(unit)
         if begun:

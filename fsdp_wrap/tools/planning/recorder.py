@@ -189,7 +189,7 @@ class PlanRecorder(PlugIn):
         self.computed(unit, Computing.BACKWARD)
 
     def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
-        self.gathered.setdefault(phase.value, Counter()).update(unit.handle.nbytes_by_dtype(reduced=False))
+        self.gathered.setdefault(phase.value, Counter()).update(unit.handle.nbytes_by_dtype())
 
     def span_begins(self, span: Span) -> None:
         ticket = self._next_ticket = self._next_ticket + 1

@@ -325,4 +325,4 @@ def _communication(span: Span, kind: str) -> tuple[tuple[str, ...], str, tuple[i
     communicator, reduces = handle.communicator, kind == REDUCE
     members = communicator.members
     ranks = tuple(sorted(members | handle.replicas.members if reduces else members))
-    return tuple(handle.nbytes_by_dtype(reduced=reduces)), communicator.way, ranks
+    return tuple((handle.gradients if reduces else handle).nbytes_by_dtype()), communicator.way, ranks
