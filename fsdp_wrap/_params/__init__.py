@@ -64,5 +64,5 @@ from fsdp_wrap._params.side_data import (
     tensors_beside,
 )
 from fsdp_wrap._params.state import Until, Where
-from fsdp_wrap._params.summoned import Summoning
+from fsdp_wrap._params.summoned import LentParams, Summoning
 from fsdp_wrap._params.unit_gradients import UnitGradients

@@ -39,10 +39,10 @@ from fsdp_wrap._params.gather_uses import GatherUses
 from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.sharded_params import ShardedParams, Written
-from fsdp_wrap._params.showing import Showing, UnitDisplay
+from fsdp_wrap._params.showing import UnitDisplay
 from fsdp_wrap._params.side_data import refuse_other_codes, refuse_training
 from fsdp_wrap._params.state import MOVES, Until, Where
-from fsdp_wrap._params.summoned import SummonedSegment, Summoning
+from fsdp_wrap._params.summoned import NOTHING_LENT, LentParams
 from fsdp_wrap._params.unit_gradients import UnitGradients
 
 _NOTHING = Finished()
@@ -67,6 +67,7 @@ class ParamHandle:
     Attributes:
         where: Where the full parameters are.
         stays: How long they stay, while they are in memory.
+        lent: What the modules show to the user, while they are lent.
         generation: Count of times that leaves were made anew; older graphs cannot run backward.
         hookings: Count of times that leaves or sharded parameters became others, without hooks.
         values: Count of times that the leaves got new values; a graph needs its forward's values.
@@ -103,7 +104,7 @@ class ParamHandle:
             self.plug_ins.attach(GatherUses())
         self.where, self.stays = Where.SHARDED, Until.NOW
         self.shown = UnitDisplay(self.segments)
-        self._summoned: list[SummonedSegment] = []
+        self.lent = NOTHING_LENT
         self.generation = self.hookings = self.values = 0
         self._gathering: Pending = _NOTHING
         self._in_place = False  # whether the gather fills the unsharded buffers themselves
@@ -190,23 +191,6 @@ class ParamHandle:
     def from_host(self) -> list[FromHost]:
         """Copiers of shards in host memory to the device."""
         return [segment.from_host for segment in self.segments if segment.from_host is not None]
-
-    @property
-    def shows_shards(self) -> bool:
-        """Whether the modules show pieces of the original parameters."""
-        shards = any(sharded.resident is None for sharded in self.params)
-        others = self.where is Where.LENT and (self.shows_full or not self.summoned)
-        return shards and self.shown.state is Showing.SHARDED and not others
-
-    @property
-    def summoned(self) -> bool:
-        """Whether the full parameters are in the user's hands, on this rank or on others."""
-        return bool(self._summoned)
-
-    @property
-    def shows_full(self) -> bool:
-        """Whether the modules show full parameters that are in the user's hands."""
-        return self.summoned and all(segment.shows_full for segment in self._summoned)
 
     def nbytes_by_dtype(self) -> dict[str, int]:
         """Returns the bytes of the full parameters, by the dtype in which they travel."""
@@ -412,45 +396,21 @@ class ParamHandle:
         self.follow_replaced()
         return True
 
-    # full parameters in the user's hands
+    # in the user's hands
 
-    def summon(self, how: Summoning) -> None:
-        """Shows the full parameters, in master dtype, to the user; collective."""
-        self.become_sharded()
-        self._summoned = [
-            SummonedSegment(sharded, self.communicator, self.replicas, how) for sharded in self.params
-        ]
+    def lend(self, lent: LentParams) -> None:
+        """Leaves a sharded unit's modules to what is shown to the user."""
         assert (self.where, Where.LENT) in MOVES
-        self.where = Where.LENT
+        self.where, self.lent = Where.LENT, lent
 
-    def take_edits(self, prefix: str) -> None:
-        """Notes the summoned parameters that the modules show now; `prefix` is for messages."""
-        for segment in self._summoned:
-            segment.take_edits(prefix)
-
-    @property
-    def edited(self) -> bool:
-        """Whether the noted edits change any summoned parameter, where `Summoning.tells_edits` was set."""
-        return any(segment.edited for segment in self._summoned)
-
-    def dismiss(self, writeback: bool = False) -> None:
-        """Ends `summon` or `replace`; `writeback` writes noted edits to the shards, and is collective."""
-        summoned, self._summoned = self._summoned, []
+    def take_back(self, writeback: bool = False) -> None:
+        """Ends `lend`; `writeback` writes noted edits to the shards, and is collective."""
+        lent, self.lent = self.lent, NOTHING_LENT
         for sharded in self.params:
             sharded.hide_full()
         assert self.where in (Where.LENT, Where.SHARDED)  # the latter where lending has failed
         self.where = Where.SHARDED
-        for segment in summoned:
-            if writeback:
-                segment.write_back()
-            segment.leave()
-
-    def replace(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Shows other parameters, given by segment, in a sharded unit's modules."""
-        for sharded, shown in zip(self.params, params):
-            sharded.show_full(shown, copies=True)
-        assert (self.where, Where.LENT) in MOVES
-        self.where = Where.LENT
+        lent.end(writeback)
 
     # gradients
 

@@ -175,7 +175,7 @@ def _watched_inputs(
 def _shown_in_full(unit: Unit) -> bool:
     """Returns whether the user sees all full parameters of the unit and its companions."""
     handles = handles_of((*unit.companions, unit))
-    return bool(handles) and all(handle.shows_full for handle in handles)
+    return bool(handles) and all(handle.lent.shows_full for handle in handles)
 
 
 def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[torch.Tensor]]:

@@ -31,6 +31,8 @@ from fsdp_wrap._params import (
     ParamHandle,
     Segment,
     ShardedParams,
+    Showing,
+    Where,
     check_extension,
     check_packable,
     is_extension,
@@ -215,7 +217,7 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     names = [
         unit.name_of(fqn)
         for unit in units
-        for sharded in (unit.params if unit.handle.shows_shards else ())
+        for sharded in (unit.params if _shows_shards(unit.handle) else ())
         for fqn, numel in _shown_pieces(sharded)
         if mixed or (numel is not None and (vague or numel in sizes))
     ]
@@ -225,6 +227,13 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
             f"{message}\n{_OUTSIDE.format(repr(names[0]) + several, dist.get_rank())}",
             *error.args[1:],
         )
+
+
+def _shows_shards(handle: ParamHandle) -> bool:
+    """Whether modules show pieces of the original parameters."""
+    shards = any(sharded.resident is None for sharded in handle.params)
+    others = handle.where is Where.LENT and (handle.lent.shows_full or not handle.lent.summoned)
+    return shards and handle.shown.state is Showing.SHARDED and not others
 
 
 def _shown_pieces(sharded: ShardedParams) -> Iterable[tuple[str, int | None]]:
@@ -280,7 +289,7 @@ class ParametrizationGuard:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         unit = self._unit()
-        if unit is not None and unit.handle.shows_shards:
+        if unit is not None and _shows_shards(unit.handle):
             raise RuntimeError(
                 f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
                 "read it inside summon_full_params"

@@ -552,7 +552,7 @@ class ForwardCall:
 
 def refuse_lent(unit: Unit) -> NoReturn:
     """Refuses to compute with a unit whose parameters are lent."""
-    if not unit.handle.summoned:
+    if not unit.handle.lent.summoned:
         raise RuntimeError(
             f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
             "backward after that"

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_wrap._comm import calling
 from fsdp_wrap._core import NotIdleError
-from fsdp_wrap._params import ParamHandle, Summoning
+from fsdp_wrap._params import LentParams, ParamHandle, Summoning
 from fsdp_wrap._runtime import (
     Unit,
     communicators_of,
@@ -29,7 +29,7 @@ _EVERYWHERE = Summoning()
 
 def is_summoned(unit: Unit) -> bool:
     """Whether the unit's full parameters are in the user's hands."""
-    return unit.handle.summoned
+    return unit.handle.lent.summoned
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def full_units(
             if writeback:
                 _take_edits(summoned)
                 # Without replicas and gathers nothing else tells a rank that does this alone.
-                note_change((unit for unit in summoned if unit.handle.edited), "edit", summoned)
+                note_change((unit for unit in summoned if unit.handle.lent.edited), "edit", summoned)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _taken_back(units: Iterable[Unit], writeback: bool) -> Iterator[None]:
         kept = writeback
     finally:
         for handle in handles_of(units):
-            handle.dismiss(kept)
+            handle.take_back(kept)
 
 
 @contextmanager
@@ -163,13 +163,14 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
         refuse_hidden(used_unit)
     sharded_handles(summoned)  # summoning would leave no trace of what was replaced
     for handle in handles_of(summoned):
-        handle.summon(how)
+        handle.become_sharded()
+        handle.lend(LentParams.full(handle.params, handle.communicator, handle.replicas, how))
     return summoned
 
 
 def refuse_hidden(unit: Unit) -> None:
     """Raises if full parameters are summoned on the first rank only (`rank0_only`), and this is another."""
-    if is_summoned(unit) and not unit.handle.shows_full:
+    if is_summoned(unit) and not unit.handle.lent.shows_full:
         raise RuntimeError(
             f"the full parameters of {unit.name} are on the first rank only: this call must come after "
             f"summon_full_params(rank0_only=True), or on that rank alone, not on rank {dist.get_rank()}"
@@ -185,7 +186,7 @@ def dismiss(units: Sequence[Unit], writeback: bool) -> None:
 
 def _take_edits(units: Iterable[Unit]) -> None:
     for unit in units:
-        unit.handle.take_edits(unit.name_of(""))
+        unit.handle.lent.take_edits(unit.name_of(""))
 
 
 def refuse_summoned(units: Iterable[Unit], doing: str) -> None:

@@ -33,7 +33,7 @@ from fsdp_wrap._core import (
     params,
     walk,
 )
-from fsdp_wrap._params import IntervalTensor, ParamHandle, ShardedParams, Spread, to_local
+from fsdp_wrap._params import IntervalTensor, LentParams, ParamHandle, ShardedParams, Spread, to_local
 from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
@@ -226,7 +226,7 @@ def _replaced(
         yield
     finally:
         for handle in handles:
-            handle.dismiss()
+            handle.take_back()
 
 
 def _replaceable(unit: Unit) -> list[ParamHandle]:
@@ -239,12 +239,11 @@ def _replaceable(unit: Unit) -> list[ParamHandle]:
 def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
     """Shows other values in the place of sharded parameters, in the order of `originals_in`."""
     remaining = iter(values)
-    handle.replace(
-        [
-            [_as_param(sharded, index, next(remaining)) for index in range(len(sharded.layout.fqns))]
-            for sharded in handle.params
-        ]
-    )
+    shown = [
+        [_as_param(sharded, index, next(remaining)) for index in range(len(sharded.layout.fqns))]
+        for sharded in handle.params
+    ]
+    handle.lend(LentParams.others(handle.params, shown))
 
 
 def _as_param(sharded: ShardedParams, index: int, value: torch.Tensor) -> Any:
@@ -421,7 +420,7 @@ def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
     def end(keep: bool) -> None:
         unit.buffers.release()
         for handle, shards in staged:
-            handle.dismiss()
+            handle.take_back()
             for sharded, shard in zip(handle.params, shards) if keep else ():
                 sharded.read_shard(shard)
 
