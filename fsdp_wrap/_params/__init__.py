@@ -20,6 +20,7 @@ from fsdp_wrap._params.extensions import (
     is_extension,
     is_packable,
     like_made_of_tensors,
+    tell_use,
 )
 from fsdp_wrap._params.flat import (
     FlatParameter,

@@ -34,8 +34,7 @@ from fsdp_wrap._params.collectives import (
     PostForwardShards,
     Transport,
 )
-from fsdp_wrap._params.extensions import ExtensionSegment, Use
-from fsdp_wrap._params.gather_uses import GatherUses
+from fsdp_wrap._params.extensions import ExtensionSegment, GatherUses
 from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segment import Segment
 from fsdp_wrap._params.sharded_params import ShardedParams, Written
@@ -76,6 +75,7 @@ class ParamHandle:
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
         bulky: Whether one leaf's gradient alone takes half of a segment's memory.
         sizeable: Whether one takes a quarter of it.
+        extended: Segments of tensor subclasses that give what is gathered.
         in_full: Whether the unit computes in the master dtype, whatever its policies say.
         gradients: The unit's gradients, and their reductions.
         plug_ins: What is attached to the unit, to its steps and to all steps.
@@ -100,7 +100,7 @@ class ParamHandle:
         self.segments = [*map(self._segment, params, self._dtypes(self.in_full))]
         self.gradients = UnitGradients(self.segments, communicator, replicas, self.plug_ins)
         self._note_contents()
-        if self._extended:
+        if self.extended:
             self.plug_ins.attach(GatherUses())
         self.where, self.stays = Where.SHARDED, Until.NOW
         self.shown = UnitDisplay(self.segments)
@@ -158,7 +158,7 @@ class ParamHandle:
         return segment
 
     def _note_contents(self) -> None:
-        self._extended = [segment for segment in self.segments if isinstance(segment, ExtensionSegment)]
+        self.extended = [segment for segment in self.segments if isinstance(segment, ExtensionSegment)]
         self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
         self.batch_nbytes = self.communicator.size * sum(segment.batched_nbytes for segment in self.segments)
         self.without_values = [fqn for sharded in self.params for fqn in sharded.without_values]
@@ -225,39 +225,18 @@ class ParamHandle:
         for segment in self.segments:
             segment.write_shard()
 
-    def prepare(self, use: Use) -> None:
-        """Asks tensor subclasses for the tensors to gather for a use."""
-        anew = [segment.prepare(use) for segment in self._extended]
-        if True in anew:
-            self.generation += 1
-            self.hookings += 1
+    def follow_subclasses(self, made_anew: bool) -> None:
+        """Notes what tensor subclasses give to be gathered next; the first time, they make leaves anew."""
+        self.generation += made_anew
+        self.hookings += made_anew
         self._note_contents()
-
-    def tell_use(self, whether_both: bool = False) -> Use | None:
-        """Tells a subclass that is asked now what it is asked for; None if none is."""
-        told = [segment.tell_use(whether_both) for segment in self._extended]
-        return next((use for use in told if use is not None), None)
-
-    @property
-    def depends_on_use(self) -> bool:
-        """Whether tensor subclasses give other tensors to be gathered for one use than for another."""
-        return any(segment.made_for is not None for segment in self._extended)
-
-    @property
-    def gives_both(self) -> bool:
-        """Whether tensor subclasses that depend on the use can give what serves both."""
-        return all(segment.gives_both for segment in self._extended)
-
-    def serves(self, use: Use) -> bool:
-        """Whether the values that were gathered last may be used so."""
-        return all(segment.serves(use) for segment in self._extended)
 
     @property
     def can_be_batched(self) -> bool:
         """Whether the communicator alone gathers and reduces: batches with other units are possible."""
         if self.transport is not self.communicator or self.gradients.has_own_reduction or self.keeps_storage:
             return False
-        return not self._extended and not any(segment.params.offloaded for segment in self.segments)
+        return not self.extended and not any(segment.params.offloaded for segment in self.segments)
 
     def look(self) -> bool:
         """Notices writes to the sharded parameters since the last look; returns whether there were any."""
@@ -307,7 +286,7 @@ class ParamHandle:
         if self.where is not Where.FULL:
             return False
         self.shown.show_sharded()
-        parts_can_be_kept = not self.keeps_storage and not self._extended  # a gather may exchange buffers
+        parts_can_be_kept = not self.keeps_storage and not self.extended  # a gather may exchange buffers
         if within is not None and parts_can_be_kept:
             self.post_forward_shards = PostForwardShards(self.segments, within)
         for segment in self.segments:

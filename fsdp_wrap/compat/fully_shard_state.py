@@ -21,7 +21,7 @@ from fsdp_wrap import api
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._params import ParamHandle, Segment, Until, Use, Where
+from fsdp_wrap._params import ParamHandle, Segment, Until, Use, Where, tell_use
 from fsdp_wrap._runtime import REGISTRY, Doing, Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
@@ -201,8 +201,8 @@ class UnitGroup(_Proxy):
 
     def _tell_use(self, whether_both: bool = False) -> Use | None:
         """Returns what a tensor subclass is asked for now; None if none is."""
-        told = [unit.handle.tell_use(whether_both) for unit in self.unit.over_all_meshes]
-        return next((use for use in told if use is not None), None)
+        units = self.unit.over_all_meshes
+        return tell_use((segment for unit in units for segment in unit.handle.extended), whether_both)
 
     reshard_after_backward = property(attrgetter("unit.options.reshards_after_backward"))
 
