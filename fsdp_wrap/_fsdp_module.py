@@ -491,7 +491,7 @@ class FSDPModule(nn.Module):
         self.reshard()
         for unit in _unit_of(self).over_all_meshes:
             handle = unit.handle
-            if handle.where is Where.SHARDED and not handle.without_values:
+            if handle.where is Where.SHARDED and not handle.segments.without_values:
                 handle.follow_replaced()
                 for segment in handle.segments:
                     refuse_replaced(unit, segment.params)

@@ -30,7 +30,7 @@ class FullInEval(PlugIn):
 def _follow_mode(unit: Unit) -> None:
     """Switches a unit to its module mode's precision; raises while gradients accumulate."""
     in_full, handle = _computes_in_full(unit), unit.handle
-    if handle.in_full == in_full:
+    if handle.segments.in_full == in_full:
         return
     unit.reshard(Phase.IDLE)
     if unit.params and handle.where is not Where.SHARDED:
@@ -50,4 +50,4 @@ def _computes_in_full(unit: Unit) -> bool:
         return False
     if not unit.params:
         return not unit.options.casts.restores_outputs  # casts that restore outputs cast to full precision
-    return unit.handle.mixes
+    return unit.handle.segments.mix_dtypes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_wrap._comm import Accelerator, await_copies
+from fsdp_wrap._comm import Accelerator, FromHost, await_copies
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind
 from fsdp_wrap._params import EmptyHandle, ParamHandle, ShardedParams, Where
 from fsdp_wrap._runtime import Unit
@@ -32,7 +32,7 @@ class Offloading(PlugIn):
         """Discards device copies of shards: users may write to shards unnoticed."""
         self._recall()
         for unit in units:
-            for copier in unit.handle.from_host:
+            for copier in _copiers(unit.handle):
                 copier.outdate()
 
     def expects(self, unit: Unit | None) -> None:
@@ -47,27 +47,28 @@ class Offloading(PlugIn):
         if (
             handle.where is not Where.SHARDED
             or handle.post_forward_shards is not None
-            or handle.without_values
+            or handle.segments.without_values
         ):
             return
         self._recall()
         handle.look()  # or the gather would notice changed values and copy again
         self._ahead = handle
-        nbytes = sum(part.nbytes for part in handle.from_host)
+        copiers = _copiers(handle)
+        nbytes = sum(copier.nbytes for copier in copiers)
         with unit.plug_ins.span(SpanKind.COPY, None, (unit,), nbytes):
-            for copier in handle.from_host:
+            for copier in copiers:
                 copier.send_ahead(handle.communicator.empty)
 
     def _recall(self) -> None:
         ahead, self._ahead = self._ahead, EmptyHandle()
-        for copier in ahead.from_host:
+        for copier in _copiers(ahead):
             copier.recall()
 
     def computed(self, unit: Any, what: Computing) -> None:
         """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
         if what is Computing.FORWARD and not unit.schedule.depth:
             self._recall()
-            if any(copier.lends for other in self._units for copier in other.handle.from_host):
+            if any(copier.lends for other in self._units for copier in _copiers(other.handle)):
                 self._await_copies()
 
     def _await_copies(self) -> None:
@@ -110,3 +111,8 @@ class Offloading(PlugIn):
         """Returns the parameters whose gradients are on their way; from now on none is."""
         arriving, self._arriving = self._arriving, []
         return [sharded for unit in arriving for sharded in unit.params]
+
+
+def _copiers(handle: ParamHandle) -> list[FromHost]:
+    """Returns the copiers of shards in host memory to the device."""
+    return [segment.from_host for segment in handle.segments if segment.from_host is not None]

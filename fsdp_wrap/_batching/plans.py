@@ -22,7 +22,7 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, unit: Unit) -> Member:
-        return cls(unit, unit.options, unit.handle.generation)
+        return cls(unit, unit.options, unit.handle.segments.generation)
 
 
 class GatherPlan(NamedTuple):
@@ -44,14 +44,14 @@ class GatherPlan(NamedTuple):
 def can_gather(members: Iterable[Member]) -> bool:
     """Whether all members are sharded, with all to gather, and unchanged since the plan."""
     for unit, options, generation in members:
-        handle = unit.handle
-        if handle.where is not Where.SHARDED:
+        handle, segments = unit.handle, unit.handle.segments
+        if handle.where is not Where.SHARDED or unit.options is not options:
             return False
-        if unit.options is not options or handle.generation != generation or handle.without_values:
+        if segments.generation != generation or segments.without_values:
             return False
         if handle.post_forward_shards is not None:  # little is left to gather
             return False
-        if handle.transport is not handle.communicator or handle.keeps_storage:
+        if handle.transport is not handle.communicator or segments.keeps_memory:
             return False
     return True
 
@@ -81,7 +81,7 @@ class ReductionPlan(NamedTuple):
                 return False
             if handle.transport is not handle.communicator or handle.gradients.has_own_reduction:
                 return False
-            if handle.generation != generation or handle.keeps_storage:
+            if handle.segments.generation != generation or handle.segments.keeps_memory:
                 return False
         return True
 

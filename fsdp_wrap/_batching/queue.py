@@ -51,16 +51,16 @@ class BatchingQueue(Queue):
     def enter(self, unit: Unit) -> None:
         if self._ahead:
             super().enter(unit)
-        if unit.handle.where is Where.SHARDED and unit.handle.batch_nbytes <= self._most:
+        if unit.handle.where is Where.SHARDED and unit.handle.segments.batch_nbytes <= self._most:
             self._gather(unit, Phase.FORWARD)
 
     def come_back(self, unit: Unit) -> None:
-        if unit.handle.where is Where.SHARDED and unit.handle.batch_nbytes <= self._most:
+        if unit.handle.where is Where.SHARDED and unit.handle.segments.batch_nbytes <= self._most:
             self._gather(unit, Phase.BACKWARD)
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
         """Issues the gather of a sharded unit, batched with units that are expected next."""
-        if unit.handle.batch_nbytes > self._most:
+        if unit.handle.segments.batch_nbytes > self._most:
             unit.gather(phase)
             return
         forward = phase is Phase.FORWARD
@@ -80,7 +80,7 @@ class BatchingQueue(Queue):
         for member, share in zip(units, shares):
             member.handle.gather(share)
             for act in member.plug_ins.gathers:
-                act(member, phase, member.handle.unsharded_nbytes, plan.names)
+                act(member, phase, member.handle.segments.unsharded_nbytes, plan.names)
         if forward:
             self._ahead += units[1:]
 
@@ -96,12 +96,14 @@ class BatchingQueue(Queue):
             next_one for next_one in coming if next_one.options.unshards_in_backward or phase is Phase.FORWARD
         ]
         if expected and self._can_join(unit):
-            run += self._companions(unit, expected, self._can_join, lambda handle: handle.batch_nbytes)
+            run += self._companions(
+                unit, expected, self._can_join, lambda handle: handle.segments.batch_nbytes
+            )
         if len(run) == 1:
             return None
         handles = [unit.handle for unit in run]
         batch = BatchedGather(handles[0].communicator, [handle.segments for handle in handles])
-        nbytes = sum(handle.unsharded_nbytes for handle in handles)
+        nbytes = sum(handle.segments.unsharded_nbytes for handle in handles)
         plan = GatherPlan(coming, [*map(Member.of, run)], batch, names_of(run), nbytes)
         self._gathers[unit, phase] = plan
         return plan
@@ -110,12 +112,12 @@ class BatchingQueue(Queue):
         handle = unit.handle
         if handle.communicator.size == 1 or not can_gather([Member.of(unit)]):
             return False
-        return self._is_small(unit, handle, handle.batch_nbytes) and self._ranks.know_gather_of(unit)
+        return self._is_small(unit, handle, handle.segments.batch_nbytes) and self._ranks.know_gather_of(unit)
 
     def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
         """Whether a unit may be batched, as far as the conditions are the same for gathers and reductions."""
         fits = 0 < nbytes <= self._most and not unit.options.gradients_in_place
-        return fits and handle.can_be_batched
+        return fits and _can_be_batched(handle)
 
     def _companions(
         self,
@@ -145,7 +147,7 @@ class BatchingQueue(Queue):
             super().before_gradients(unit, phase)
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
-        alone = unit.handle.batch_nbytes > self._most or phase is Phase.IDLE
+        alone = unit.handle.segments.batch_nbytes > self._most or phase is Phase.IDLE
         if alone or not self._take(unit):
             super().reduce(unit, phase)
         if self._waiting is not None and not self._waiting.missing:
@@ -219,7 +221,7 @@ class BatchingQueue(Queue):
 
     def _may_wait(self, unit: Unit) -> bool:
         handle, gradients = unit.handle, unit.handle.gradients
-        if gradients.reduction is not None or not handle.trainable or not unit.options.syncs:
+        if gradients.reduction is not None or not handle.segments.trainable or not unit.options.syncs:
             return False
         if not self._is_small(unit, handle, gradients.reduced_nbytes) or not handle.communicator.keeps_notes:
             return False
@@ -227,6 +229,15 @@ class BatchingQueue(Queue):
             return False
         one = not unit.plug_ins.takes and len(_dtypes_of(unit)) == 1
         return one and self._ranks.know_reduction_of(unit)
+
+
+def _can_be_batched(handle: ParamHandle) -> bool:
+    """Whether the communicator alone gathers and reduces, from and to memory that comes and goes."""
+    if handle.transport is not handle.communicator or handle.gradients.has_own_reduction:
+        return False
+    if handle.segments.keeps_memory or handle.segments.extended:
+        return False
+    return not any(sharded.offloaded for sharded in handle.params)
 
 
 def _same_ways(unit: Unit) -> tuple[object, ...]:

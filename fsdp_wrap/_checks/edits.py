@@ -55,7 +55,7 @@ def _refuse_outdated(call: ForwardCall) -> None:
     """Raises the error of a backward whose parameters have changed since its forward."""
     name, handle = call.unit.name, call.unit.handle
     changed = _forget_changed(call.unit)
-    if call.generation != handle.generation:
+    if call.generation != handle.segments.generation:
         what = f"parameters of {name} were converted to another dtype"
         why = " (or it was evaluated in full precision)" if call.unit.options.full_in_eval else ""
     else:

@@ -31,7 +31,7 @@ from fsdp_wrap._params.flat import (
     SliceParams,
     held_params,
 )
-from fsdp_wrap._params.handle import EmptyHandle, ParamHandle, trains
+from fsdp_wrap._params.handle import EmptyHandle, ParamHandle
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,
@@ -53,7 +53,14 @@ from fsdp_wrap._params.parallel import (
     typed_part,
 )
 from fsdp_wrap._params.segment import Segment
-from fsdp_wrap._params.sharded_params import Interval, ShardedParams, Written, memory_around
+from fsdp_wrap._params.segments import trains
+from fsdp_wrap._params.sharded_params import (
+    Interval,
+    ShardedParams,
+    Written,
+    distributed_names,
+    memory_around,
+)
 from fsdp_wrap._params.showing import Showing
 from fsdp_wrap._params.side_data import (
     SideData,

@@ -5,28 +5,21 @@ SHARDED --gather--> GATHERING --wait--> FULL --reshard--> SHARDED. Resharding is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import (
     Communicator,
     Finished,
-    FromHost,
     GroupMemory,
     Pending,
 )
 from fsdp_wrap._core import (
     PlugIns,
-    SegmentDtypes,
     SegmentPolicy,
     everywhere,
-    format_dtype,
-    segment_dtypes,
     steps_taken,
 )
 from fsdp_wrap._params.collectives import (
@@ -34,23 +27,18 @@ from fsdp_wrap._params.collectives import (
     PostForwardShards,
     Transport,
 )
-from fsdp_wrap._params.extensions import ExtensionSegment, GatherUses
+from fsdp_wrap._params.extensions import GatherUses
 from fsdp_wrap._params.parallel import HeldBy
-from fsdp_wrap._params.segment import Segment
-from fsdp_wrap._params.sharded_params import ShardedParams, Written
+from fsdp_wrap._params.segments import Segments, trains
+from fsdp_wrap._params.sharded_params import ShardedParams
 from fsdp_wrap._params.showing import UnitDisplay
-from fsdp_wrap._params.side_data import refuse_other_codes, refuse_training
+from fsdp_wrap._params.side_data import refuse_other_codes
 from fsdp_wrap._params.state import MOVES, Until, Where
 from fsdp_wrap._params.summoned import NOTHING_LENT, LentParams
 from fsdp_wrap._params.unit_gradients import UnitGradients
 
 _NOTHING = Finished()
-_REQUIRES_GRAD, _WRITTEN = attrgetter("requires_grad"), methodcaller("written")
-
-
-def trains(sharded: ShardedParams) -> bool:
-    """Whether any of a segment's parameters needs a gradient now."""
-    return any(map(_REQUIRES_GRAD, sharded.sources))
+_WRITTEN = methodcaller("written")
 
 
 class ParamHandle:
@@ -67,16 +55,10 @@ class ParamHandle:
         where: Where the full parameters are.
         stays: How long they stay, while they are in memory.
         lent: What the modules show to the user, while they are lent.
-        generation: Count of times that leaves were made anew; older graphs cannot run backward.
-        hookings: Count of times that leaves or sharded parameters became others, without hooks.
         values: Count of times that the leaves got new values; a graph needs its forward's values.
         written: The last versions of the sharded parameters, by segment; see `ShardedParams.written`.
         transport: Gathers parameters and reduces gradients in training.
         post_forward_shards: Source of the next gather, where fewer ranks keep the full parameters.
-        bulky: Whether one leaf's gradient alone takes half of a segment's memory.
-        sizeable: Whether one takes a quarter of it.
-        extended: Segments of tensor subclasses that give what is gathered.
-        in_full: Whether the unit computes in the master dtype, whatever its policies say.
         gradients: The unit's gradients, and their reductions.
         plug_ins: What is attached to the unit, to its steps and to all steps.
     """
@@ -93,19 +75,15 @@ class ParamHandle:
         self.plug_ins = PlugIns(everywhere)
         self.transport: Transport = communicator
         self._transport_of: Callable[[ParamHandle], Transport] = attrgetter("communicator")
-        self._policies, self.keeps_storage = policies, False
-        self.params = params
-        self._trained = [*map(trains, params)]
-        self.in_full = False
-        self.segments = [*map(self._segment, params, self._dtypes(self.in_full))]
+        self.params, self._policies = params, policies
+        self.segments = Segments(params, policies, communicator, self.plug_ins)
         self.gradients = UnitGradients(self.segments, communicator, replicas, self.plug_ins)
-        self._note_contents()
-        if self.extended:
+        if self.segments.extended:
             self.plug_ins.attach(GatherUses())
         self.where, self.stays = Where.SHARDED, Until.NOW
         self.shown = UnitDisplay(self.segments)
         self.lent = NOTHING_LENT
-        self.generation = self.hookings = self.values = 0
+        self.values = 0
         self._gathering: Pending = _NOTHING
         self._in_place = False  # whether the gather fills the unsharded buffers themselves
         self.post_forward_shards: PostForwardShards | None = None
@@ -118,7 +96,7 @@ class ParamHandle:
         handle = ParamHandle(params, self.communicator, self.replicas, self._policies, self.held_by)
         handle.set_transport(self._transport_of)
         handle.gradients.reduce_like(self.gradients)
-        handle.keep_storage(self.keeps_storage)
+        handle.keep_storage(self.segments.keeps_memory)
         for plug_in in self.plug_ins.own:
             if plug_in.copied:
                 handle.plug_ins.attach(plug_in)
@@ -143,61 +121,6 @@ class ParamHandle:
     def staged(self) -> bool:
         """Whether gathers and reductions take two stages, of which the second is among fewer ranks."""
         return self.transport.positions is not self.communicator.positions
-
-    def _dtypes(self, in_full: bool) -> list[SegmentDtypes]:
-        if in_full:
-            return [SegmentDtypes.full(sharded.dtype) for sharded in self.params]
-        masters = (sharded.dtype for sharded in self.params)
-        return segment_dtypes([*zip(masters, self._policies, self._trained)])
-
-    def _segment(self, sharded: ShardedParams, dtypes: SegmentDtypes) -> Segment:
-        kind: Callable[..., Segment] = ExtensionSegment if sharded.extended else Segment
-        segment = kind(sharded, dtypes, self.communicator, self.plug_ins)
-        if self.keeps_storage:
-            segment.keep_memory(True)
-        return segment
-
-    def _note_contents(self) -> None:
-        self.extended = [segment for segment in self.segments if isinstance(segment, ExtensionSegment)]
-        self.unsharded_nbytes = sum(segment.full.nbytes for segment in self.segments)
-        self.batch_nbytes = self.communicator.size * sum(segment.batched_nbytes for segment in self.segments)
-        self.without_values = [fqn for sharded in self.params for fqn in sharded.without_values]
-        self.trainable = any(segment.trainable for segment in self.segments)
-        trained = [segment.gradients for segment in self.segments if segment.trainable]
-        self.bulky = any(gradients.bulky for gradients in trained)
-        self.sizeable = any(gradients.sizeable for gradients in trained)
-
-    def owns_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is part of an unsharded buffer."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
-        storage = tensor.untyped_storage()._cdata
-        for segment in self.segments:
-            if storage in segment.full.storages:
-                return True
-        return False
-
-    @property
-    def distributed(self) -> list[str]:
-        """Names, within the unit, of parameters that were distributed before they were sharded."""
-        return [
-            fqn
-            for sharded in self.params
-            for fqn, part in zip(sharded.layout.fqns, sharded.distributed or ())
-            if part is not None
-        ]
-
-    @property
-    def from_host(self) -> list[FromHost]:
-        """Copiers of shards in host memory to the device."""
-        return [segment.from_host for segment in self.segments if segment.from_host is not None]
-
-    def nbytes_by_dtype(self) -> dict[str, int]:
-        """Returns the bytes of the full parameters, by the dtype in which they travel."""
-        nbytes = Counter[torch.dtype]()
-        for segment in self.segments:
-            nbytes += segment.nbytes_by_dtype
-        return {format_dtype(dtype): count for dtype, count in nbytes.items()}
 
     # parameters
 
@@ -225,33 +148,17 @@ class ParamHandle:
         for segment in self.segments:
             segment.write_shard()
 
-    def follow_subclasses(self, made_anew: bool) -> None:
-        """Notes what tensor subclasses give to be gathered next; the first time, they make leaves anew."""
-        self.generation += made_anew
-        self.hookings += made_anew
-        self._note_contents()
-
-    @property
-    def can_be_batched(self) -> bool:
-        """Whether the communicator alone gathers and reduces: batches with other units are possible."""
-        if self.transport is not self.communicator or self.gradients.has_own_reduction or self.keeps_storage:
-            return False
-        return not self.extended and not any(segment.params.offloaded for segment in self.segments)
-
     def look(self) -> bool:
         """Notices writes to the sharded parameters since the last look; returns whether there were any."""
         written = [*map(_WRITTEN, self.params)]
         changed = written != self.written
         if changed:
-            self._change_values(written)
+            self.written, self._changed = written, True
+            self.values += 1
+            for segment in self.segments:
+                if segment.from_host is not None:
+                    segment.from_host.outdate()
         return changed
-
-    def _change_values(self, written: list[Written]) -> None:
-        self.written, self._changed = written, True
-        self.values += 1
-        for segment in self.segments:
-            if segment.from_host is not None:
-                segment.from_host.outdate()
 
     @property
     def is_current(self) -> bool:
@@ -286,10 +193,12 @@ class ParamHandle:
         if self.where is not Where.FULL:
             return False
         self.shown.show_sharded()
-        parts_can_be_kept = not self.keeps_storage and not self.extended  # a gather may exchange buffers
+        segments = self.segments
+        # A gather for tensor subclasses may exchange buffers.
+        parts_can_be_kept = not segments.keeps_memory and not segments.extended
         if within is not None and parts_can_be_kept:
-            self.post_forward_shards = PostForwardShards(self.segments, within)
-        for segment in self.segments:
+            self.post_forward_shards = PostForwardShards(segments, within)
+        for segment in segments:
             segment.free()
         self.where, self.stays = Where.SHARDED, Until.NOW
         return True
@@ -311,11 +220,9 @@ class ParamHandle:
 
     def keep_storage(self, keep: bool) -> None:
         """Decides whether the unsharded buffers keep their memory while the unit is sharded."""
-        self.keeps_storage = keep
-        for segment in self.segments:
-            segment.keep_memory(keep)
-            if self.where is Where.SHARDED:
-                segment.free()
+        self.segments.keep_memory(keep)
+        for segment in self.segments if self.where is Where.SHARDED else ():
+            segment.free()
 
     def follow_replaced(self) -> None:
         """Takes over data that the user has put into a sharded unit's parameters, also of another dtype."""
@@ -331,15 +238,10 @@ class ParamHandle:
         if moved:
             self._make_segments()
 
-    @property
-    def mixes(self) -> bool:
-        """Whether its policies ask for another dtype than the master dtype."""
-        return any(dtypes.mixed for dtypes in self._dtypes(in_full=False))
-
     def compute_in_full(self, in_full: bool) -> None:
         """Switches a sharded unit between its master dtype and the dtypes of its policies."""
         assert self.where is Where.SHARDED and not self.gradients.accumulated
-        self.in_full = in_full
+        self.segments.in_full = in_full
         self._make_segments()
 
     def allocate_in(self, memory: GroupMemory | None) -> None:
@@ -347,25 +249,14 @@ class ParamHandle:
         assert self.where is Where.SHARDED and not self.gradients.accumulated
         if memory is not self.communicator.memory:
             self.communicator.allocate_in(memory)
-            self._make_segments(anew=True)
+            self._make_segments(every=True)
 
-    def _make_segments(self, anew: bool = False) -> None:
+    def _make_segments(self, every: bool = False) -> None:
         """Makes the segments whose dtypes have changed anew, or all of them."""
         self.values += 1
         self._changed = True
-        self.hookings += 1
-        for index, (segment, dtypes) in enumerate(zip(self.segments, self._dtypes(self.in_full))):
-            if anew or dtypes != segment.dtypes:
-                self.segments[index] = self._segment(segment.params, dtypes)
-                self.generation += 1
+        self.segments.make_anew(every)
         self.gradients.divide_by(self.gradients.contributors)
-        self._note_contents()
-
-    @property
-    def flat_param(self) -> nn.Parameter:
-        """The shard that clients look at: of several, one that trains in the lowest precision."""
-        params = [sharded.flat_param for sharded in self.params]
-        return min(params, key=lambda param: (not param.requires_grad, param.itemsize))
 
     def become_sharded(self) -> bool:
         """Reshards and takes over replaced data; returns False if something else is shown to the user."""
@@ -390,21 +281,6 @@ class ParamHandle:
         assert self.where in (Where.LENT, Where.SHARDED)  # the latter where lending has failed
         self.where = Where.SHARDED
         lent.end(writeback)
-
-    # gradients
-
-    def follow_requires_grad(self) -> bool:
-        """Copies `requires_grad` from sharded parameters to leaves; returns whether any has changed."""
-        changed = False
-        for segment in self.segments:
-            wanted = [*map(_REQUIRES_GRAD, segment.params.sources)]
-            if wanted != [*map(_REQUIRES_GRAD, segment.leaves)]:
-                refuse_training(segment.params.side_data, wanted, segment.params.name_of)
-                segment.train(wanted)
-                changed = True
-        if changed:
-            self._note_contents()
-        return changed
 
     def abandon_backward(self) -> None:
         """Drops the remains of a failed backward: work in flight, gradients on leaves, partial sums."""
@@ -433,7 +309,7 @@ class EmptyHandle(ParamHandle):
 
     def compute_in_full(self, in_full: bool) -> None:
         """Notes the precision, in which modules without parameters compute, too."""
-        self.in_full = in_full
+        self.segments.in_full = in_full
 
     def reshard(self, within: Communicator | None = None) -> bool:
         """Returns False: there is nothing to free."""

@@ -12,7 +12,7 @@ from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import NormBase
 from fsdp_wrap._custom_comms import hook_of
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import ParamHandle, distributed_names
 from fsdp_wrap._runtime import Schedule, Unit
 
 _ELEMENTWISE = {
@@ -47,9 +47,10 @@ def refuse_training(norms: dict[str, nn.Module]) -> None:
 
 def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
     """Refuses collectives and updates of a unit that sum or round by themselves."""
-    if handle.distributed:
+    distributed = distributed_names(handle.params)
+    if distributed:
         raise RuntimeError(
-            f"'{unit.name_of(handle.distributed[0])}' is distributed by tensor or expert parallelism, whose "
+            f"'{unit.name_of(distributed[0])}' is distributed by tensor or expert parallelism, whose "
             "groups sum by themselves: reproducible() takes parameters that are sharded over data only"
         )
     if handle.gradients.has_own_reduction or hook_of(unit) is not None:

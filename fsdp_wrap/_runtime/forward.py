@@ -187,7 +187,7 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
     tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
     copies: dict[int, torch.Tensor] = {}
     for tensor in tensors:
-        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
+        if tensor.layout == torch.strided and handle.segments.owns_memory_of(tensor):
             copies[id(tensor)] = tensor.clone()
     if not copies:
         return output, tensors

@@ -92,9 +92,9 @@ class Queue:
 
     def make_room_for(self, unit: Unit) -> None:
         """Makes room before the gather of a unit that a backward has reached, if one gradient takes much."""
-        handle, options = unit.handle, unit.options
+        segments, options = unit.handle.segments, unit.options
         # With gradients in place, memory counts more than overlap with the first of them.
-        if (handle.bulky or (options.gradients_in_place and handle.sizeable)) and self.busy:
+        if (segments.bulky or (options.gradients_in_place and segments.sizeable)) and self.busy:
             self.make_room(options.most_reducing - 1)
 
     def come_back(self, unit: Unit) -> None:
@@ -111,8 +111,8 @@ class Queue:
         """Gathers ahead, once the unit that a backward has reached is full."""
         options, prefetches = unit.options, unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
         if prefetches:
-            lends = options.gradients_in_place and unit.handle.bulky and self.takes_in_place(unit)
-            if unit.handle.trainable and (len(self._reducing) >= options.most_reducing or lends):
+            lends = options.gradients_in_place and unit.handle.segments.bulky and self.takes_in_place(unit)
+            if unit.handle.segments.trainable and (len(self._reducing) >= options.most_reducing or lends):
                 self._prefetching_later = unit  # until reductions in flight free their memory
             else:
                 self._prefetch(unit)

@@ -35,6 +35,7 @@ from fsdp_wrap._params import (
     Where,
     check_extension,
     check_packable,
+    distributed_names,
     is_extension,
     is_packable,
     refuse_other_codes,
@@ -255,7 +256,7 @@ def refuse_alone(unit: Unit) -> None:
 
 def refuse_without_backward(unit: Unit, handle: ParamHandle) -> None:
     """Refuses a forward after which this rank has no backward to reduce a tied unit's gradients in."""
-    if torch.is_grad_enabled() and handle.trainable and unit.tied_to is not None:
+    if torch.is_grad_enabled() and handle.segments.trainable and unit.tied_to is not None:
         raise RuntimeError(
             f"no output of {unit.tied_to.name} needs a gradient on rank {dist.get_rank()}, where {unit.name} "
             "may be skipped (allow_skipping) and trains: other ranks would wait for its gradients. Use "
@@ -328,7 +329,7 @@ def refuse_pieces(unit: Unit) -> None:
     `DTensor`s are allowed, since their operators communicate. So are unsharded parameters.
     """
     handle = unit.handle
-    cut = handle.communicator.size > 1 or bool(handle.distributed)
+    cut = handle.communicator.size > 1 or bool(distributed_names(handle.params))
     by_source: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
     for sharded in handle.params:
         for extent, source in zip(sharded.layout.extents, sharded.sources):

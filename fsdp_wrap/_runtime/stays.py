@@ -170,7 +170,7 @@ def _needed_in_backward(call: ForwardCall, with_grad: bool, is_root: bool) -> bo
     if not torch.is_grad_enabled():
         return False
     if not with_grad:  # gradients may enter where no hook sees them
-        return call.watched > 0 or unit.handle.trainable
+        return call.watched > 0 or unit.handle.segments.trainable
     if is_root and options.keeps_as_root:  # its backward comes first
         return unit.trains
     return not options.reshard_after_forward

@@ -81,12 +81,12 @@ class Step(UnitTree):
                     self.stays.gather_anew((unit, *self.queue.order.coming_in_forward(unit)))
                 self.queue.enter(unit)
                 unit.unshard(Phase.FORWARD)
-            if handle.follow_requires_grad() or unit.hooked != handle.hookings:
+            if handle.segments.follow_requires_grad() or unit.hooked != handle.segments.hookings:
                 self.hook_leaves(unit)
             if not recompute:
                 self.queue.entered(unit)
         if unit.buffers.casts:
-            (unit.buffers.show_original if handle.in_full else unit.buffers.show_cast)()
+            (unit.buffers.show_original if handle.segments.in_full else unit.buffers.show_cast)()
         handle.shown.show_leaves()
         for act in unit.plug_ins.computes:
             act(unit, what)
@@ -118,8 +118,8 @@ class Step(UnitTree):
                 self.stays.begin_iteration(unit)
             if handle.where is Where.SHARDED:
                 handle.follow_replaced()
-            if unit.hooked != handle.hookings:  # gradients may come without a forward of it
-                handle.follow_requires_grad()
+            if unit.hooked != handle.segments.hookings:  # gradients may come without a forward of it
+                handle.segments.follow_requires_grad()
                 self.hook_leaves(unit)
         for act in self.plug_ins.forward_ready:
             act(self)
@@ -275,7 +275,7 @@ class Step(UnitTree):
         self.queue.order.begin_backward()
         for unit in self._units:
             handle = unit.handle
-            if handle.follow_requires_grad():  # other leaves than in the last forward
+            if handle.segments.follow_requires_grad():  # other leaves than in the last forward
                 self.hook_leaves(unit)
             if handle.gradients.unsummed:
                 handle.gradients.forget_zeroed()

@@ -295,7 +295,7 @@ class Unit:
 
     def _choose_casts(self) -> None:
         casts = self.options.casts
-        self.casts = NO_CASTS if self.handle.in_full or casts == NO_CASTS else casts
+        self.casts = NO_CASTS if self.handle.segments.in_full or casts == NO_CASTS else casts
 
     def set(self, **options: Any) -> None:
         """Changes options."""
@@ -329,10 +329,11 @@ class Unit:
         handle, at = self.handle, self.plug_ins
         if handle.where is not Where.SHARDED:
             return False
-        if handle.without_values:
+        valueless = handle.segments.without_values
+        if valueless:
             raise NoValuesError(
                 f"parameters of {self.name} are on the meta device and have no values: "
-                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+                f"{', '.join(valueless)}; call to_empty(device=...) on the model and initialise "
                 "or load them before the first forward"
             )
         if handle.gradients.reduction is not None and handle.gradients.in_place:
@@ -340,7 +341,7 @@ class Unit:
         assert self.schedule is not None
         for act in at.to_gather:
             act((self,), phase)
-        nbytes = handle.unsharded_nbytes
+        nbytes = handle.segments.unsharded_nbytes
         span = at.span(SpanKind.GATHER, phase, (self,), nbytes) if at.see_spans else NO_SPAN
         with span:
             handle.gather()
@@ -365,7 +366,7 @@ class Unit:
                 handle.wait()
         if handle.reshard(within):
             for act in at.sharded:
-                act(self, phase, handle.unsharded_nbytes)
+                act(self, phase, handle.segments.unsharded_nbytes)
 
     @property
     def defers(self) -> bool:
@@ -447,7 +448,7 @@ class Unit:
         """Returns the leaves that need gradients and are not hooked yet; the caller hooks them."""
         leaves = [leaf for segment in self.segments for leaf in segment.leaves]
         trainable = [leaf for leaf in leaves if leaf.requires_grad]
-        self.hooked = self.handle.hookings
+        self.hooked = self.handle.segments.hookings
         self.arrivals.expect(trainable)
         self.all_train = len(trainable) == len(leaves)
         new = [leaf for leaf in trainable if leaf not in self._hooked]
@@ -474,7 +475,7 @@ class Unit:
         """Lets the leaves take gradients outside of a forward; returns False before the first use."""
         if self.schedule is None:
             return False
-        if self.handle.follow_requires_grad() or self.hooked != self.handle.hookings:
+        if self.handle.segments.follow_requires_grad() or self.hooked != self.handle.segments.hookings:
             self.schedule.hook_leaves(self)
         return True
 
@@ -527,7 +528,7 @@ class ForwardCall:
         """The handle's `values` in the forward: the version of the leaves it computes with."""
         self.written = handle.written
         """The handle's `written` in the forward."""
-        self.generation = handle.generation
+        self.generation = handle.segments.generation
         """The handle's `generation` in the forward: leaves of another one have replaced these."""
 
     def open(self, task: int, inputs: list[Node]) -> None:
@@ -537,7 +538,7 @@ class ForwardCall:
         arrivals = self.unit.arrivals
         arrivals.open_calls += self.watched > 0
         if self.unit.ends_together:
-            arrivals.owes = self.unit.handle.trainable
+            arrivals.owes = self.unit.handle.segments.trainable
 
     def input_done(self) -> bool:
         """Notes that an input's gradient is done; returns whether it was the last that the unit awaited."""

@@ -33,7 +33,15 @@ from fsdp_wrap._core import (
     params,
     walk,
 )
-from fsdp_wrap._params import IntervalTensor, LentParams, ParamHandle, ShardedParams, Spread, to_local
+from fsdp_wrap._params import (
+    IntervalTensor,
+    LentParams,
+    ParamHandle,
+    ShardedParams,
+    Spread,
+    distributed_names,
+    to_local,
+)
 from fsdp_wrap._runtime import Unit, handles_of, note_change, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
@@ -293,9 +301,10 @@ def _shard_copy(sharded: ShardedParams, to_host: bool = False) -> torch.Tensor:
 
 def _refuse_distributed(unit: Unit) -> None:
     for handle in handles_of([unit]):
-        if handle.distributed:
+        distributed = distributed_names(handle.params)
+        if distributed:
             raise NotImplementedError(
-                f"parameter '{unit.name_of(handle.distributed[0])}' was distributed by tensor parallelism "
+                f"parameter '{unit.name_of(distributed[0])}' was distributed by tensor parallelism "
                 "before it was wrapped, and no name tells flat shards of its parts apart: take a state dict "
                 "of type SHARDED_STATE_DICT"
             )

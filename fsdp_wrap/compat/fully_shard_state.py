@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -201,8 +202,8 @@ class UnitGroup(_Proxy):
 
     def _tell_use(self, whether_both: bool = False) -> Use | None:
         """Returns what a tensor subclass is asked for now; None if none is."""
-        units = self.unit.over_all_meshes
-        return tell_use((segment for unit in units for segment in unit.handle.extended), whether_both)
+        extended = (unit.handle.segments.extended for unit in self.unit.over_all_meshes)
+        return tell_use(chain.from_iterable(extended), whether_both)
 
     reshard_after_backward = property(attrgetter("unit.options.reshards_after_backward"))
 

@@ -330,9 +330,12 @@ class _Wrapper(FullyShardedDataParallel):
 
     @property
     def _handle(self) -> FlatHandle | None:
-        """The handle of the flat parameter that a client may upcast; see `ParamHandle.flat_param`."""
-        handle: Any = self._unit.handle
-        return next((flat for flat in self._flat_handles if flat._shard is handle.flat_param), None)
+        """The flat parameter that clients may upcast: of several, one that trains in few bytes."""
+
+        def rank(flat: FlatHandle) -> tuple[bool, int]:
+            return not flat._shard.requires_grad, flat._shard.itemsize
+
+        return min(self._flat_handles, key=rank, default=None)
 
     _flat_param = property(lambda self: None if self._handle is None else self._handle.flat_param)
 

@@ -100,7 +100,7 @@ class _UnitMemory(NamedTuple):
     @classmethod
     def of(cls, name: str, handle: ParamHandle) -> _UnitMemory:
         unsharded = handle.where in (Where.GATHERING, Where.FULL) or handle.lent.summoned
-        full = handle.unsharded_nbytes if unsharded else 0
+        full = handle.segments.unsharded_nbytes if unsharded else 0
         held = handle.gradients.reduction is not None or handle.gradients.accumulated
         gradients = handle.gradients.reduced_nbytes if held else 0
         return cls(

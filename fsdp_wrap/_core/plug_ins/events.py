@@ -62,7 +62,7 @@ class _Observer(PlugIn):
         self._observer = observer
 
     def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
-        way, by_dtype = unit.handle.communicator.way, unit.handle.nbytes_by_dtype()
+        way, by_dtype = unit.handle.communicator.way, unit.handle.segments.nbytes_by_dtype()
         self._observer(Event(EventKind.UNSHARD, unit.fqn, phase, nbytes, way, together, by_dtype))
 
     def sharded(self, unit: Any, phase: Phase, nbytes: int) -> None:

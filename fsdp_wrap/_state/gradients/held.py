@@ -23,7 +23,10 @@ from fsdp_wrap._state.originals import Original, Originals
 
 _TRAINS, _BASE = operator.attrgetter("requires_grad"), operator.attrgetter("_base")
 _GRAD, _GRAD_LOCAL = operator.attrgetter("grad"), operator.attrgetter("grad._local_tensor")
-_GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("gradients.accumulated")
+_GENERATION, _ACCUMULATED = (
+    operator.attrgetter("segments.generation"),
+    operator.attrgetter("gradients.accumulated"),
+)
 _END = object()  # of what is watched: more there would go unseen
 _DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 

@@ -325,4 +325,5 @@ def _communication(span: Span, kind: str) -> tuple[tuple[str, ...], str, tuple[i
     communicator, reduces = handle.communicator, kind == REDUCE
     members = communicator.members
     ranks = tuple(sorted(members | handle.replicas.members if reduces else members))
-    return tuple((handle.gradients if reduces else handle).nbytes_by_dtype()), communicator.way, ranks
+    nbytes = (handle.gradients if reduces else handle.segments).nbytes_by_dtype()
+    return tuple(nbytes), communicator.way, ranks
