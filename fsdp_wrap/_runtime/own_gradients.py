@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from fsdp_wrap._params import Segment
+from fsdp_wrap._params import Segment, to_local
 
 Tell = Callable[[str], None]
 """Warns of a gradient that is not averaged, of a parameter by its name within the unit."""
@@ -45,9 +45,19 @@ def _on_own_gradient(
     if tell is None or grads[0] is None:
         return None
     if not params.layout.sharded and params.sources[index] is not params.flat_param:
-        segment.take_gradient(index, grads[0])
+        _add_to_leaf(segment, index, grads[0])
         for hook in (segment.leaves[index]._post_accumulate_grad_hooks or {}).values():
             hook(segment.leaves[index])
         return (None,)
     tell(segment.layout.fqns[index])
     return None
+
+
+@torch.no_grad()
+def _add_to_leaf(segment: Segment, index: int, grad: torch.Tensor) -> None:
+    """Adds a gradient of a sharded parameter to its leaf's."""
+    leaf, parts = segment.leaves[index], segment.params.distributed
+    part = None if parts is None else parts[index]
+    held = to_local(grad).to(leaf.device, leaf.grad_dtype or leaf.dtype, copy=True)
+    taken = held if part is None else part.shown_gradient(held)
+    leaf.grad = taken if leaf.grad is None else leaf.grad + taken

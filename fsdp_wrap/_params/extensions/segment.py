@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 
 import torch
@@ -182,12 +182,19 @@ class ExtensionSegment(Segment):
             self.versions = [*map(_VERSION, self.counted)]
             set_version_counters(self.counted, self._freed)
         self._admitted = False
-        if self._held:
-            self._forget_dropped()
+        held = self._held()
         if not self._keeps_memory and self._gatherings:
             for index, buffers in enumerate(self._gatherings[self._use].buffers):
-                if index not in self._held and all([buffer.free() for buffer in buffers]):
+                if index not in held and all([buffer.free() for buffer in buffers]):
                     self._made[index].free()
+
+    def _held(self) -> Collection[int]:
+        """Returns the numbers of leaves that users hold."""
+        if self._shown is None:
+            return ()
+        if self._shown.held:
+            self._shown.forget_dropped()
+        return self._shown.held
 
     def take_in_place(self, index: int) -> None:
         """Leaves the gradient where it is: the buffer has another size."""
