@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_wrap._attributes import telling
 from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
 from fsdp_wrap._custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
-from fsdp_wrap._params import Layout, ParamHandle, Where, make_copyable
+from fsdp_wrap._params import Buffers, Layout, Where, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
     Unit,
@@ -541,7 +541,7 @@ class FSDPModule(nn.Module):
     def __units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
 
-    def __handles(self, recurse: bool) -> list[ParamHandle]:
+    def __handles(self, recurse: bool) -> list[Buffers]:
         return handles_of(self.__units(recurse))
 
     def __set(self, recurse: bool, **options: Any) -> None:
@@ -626,7 +626,7 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
     return tuple(unit for module in modules for unit in _unit_of(module).over_all_meshes)
 
 
-def _shows_one_kind(handle: ParamHandle) -> bool:
+def _shows_one_kind(handle: Buffers) -> bool:
     """Returns whether each segment's shown parameters have one dtype, and all or none are meta tensors."""
     shown = ([param for param in sharded.display.shown() if param is not None] for sharded in handle.params)
     return all(len({(param.dtype, param.is_meta) for param in params}) == 1 for params in shown)

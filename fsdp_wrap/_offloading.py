@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_wrap._comm import Accelerator, FromHost, await_copies
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind
-from fsdp_wrap._params import EmptyHandle, ParamHandle, ShardedParams, Where
+from fsdp_wrap._params import Buffers, NoBuffers, ShardedParams, Where
 from fsdp_wrap._runtime import Unit
 
 
@@ -23,7 +23,7 @@ class Offloading(PlugIn):
 
     def __init__(self, units: Sequence[Unit], accelerator: Accelerator) -> None:
         self._units, self._accelerator = units, accelerator
-        self._ahead: ParamHandle = EmptyHandle()
+        self._ahead: Buffers = NoBuffers()
         self._arriving: list[Unit] = []
 
     # parameters
@@ -60,7 +60,7 @@ class Offloading(PlugIn):
                 copier.send_ahead(handle.communicator.empty)
 
     def _recall(self) -> None:
-        ahead, self._ahead = self._ahead, EmptyHandle()
+        ahead, self._ahead = self._ahead, NoBuffers()
         for copier in _copiers(ahead):
             copier.recall()
 
@@ -113,6 +113,6 @@ class Offloading(PlugIn):
         return [sharded for unit in arriving for sharded in unit.params]
 
 
-def _copiers(handle: ParamHandle) -> list[FromHost]:
+def _copiers(handle: Buffers) -> list[FromHost]:
     """Returns the copiers of shards in host memory to the device."""
     return [segment.from_host for segment in handle.segments if segment.from_host is not None]

@@ -23,10 +23,10 @@ from fsdp_wrap._core import (
     Phase,
     SpanKind,
 )
-from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle, Segment, Where
+from fsdp_wrap._params import BatchedGather, BatchedGradients, Buffers, Segment, Where
 from fsdp_wrap._runtime import Queue, Reducing, Schedule, Unit
 
-_REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("gradients.reduced_nbytes")
+_REDUCED_NBYTES: Callable[[Buffers], int] = attrgetter("gradients.reduced_nbytes")
 
 
 class BatchingQueue(Queue):
@@ -114,7 +114,7 @@ class BatchingQueue(Queue):
             return False
         return self._is_small(unit, handle, handle.segments.batch_nbytes) and self._ranks.know_gather_of(unit)
 
-    def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
+    def _is_small(self, unit: Unit, handle: Buffers, nbytes: int) -> bool:
         """Whether a unit may be batched, as far as the conditions are the same for gathers and reductions."""
         fits = 0 < nbytes <= self._most and not unit.options.gradients_in_place
         return fits and _can_be_batched(handle)
@@ -124,7 +124,7 @@ class BatchingQueue(Queue):
         unit: Unit,
         coming: Iterable[Unit],
         may: Callable[[Unit], bool],
-        size: Callable[[ParamHandle], int],
+        size: Callable[[Buffers], int],
     ) -> list[Unit]:
         """Returns the coming units that fit in a batch with a unit; skips units that may not be batched."""
         kin, left = _same_ways(unit), self._most - size(unit.handle)
@@ -231,7 +231,7 @@ class BatchingQueue(Queue):
         return one and self._ranks.know_reduction_of(unit)
 
 
-def _can_be_batched(handle: ParamHandle) -> bool:
+def _can_be_batched(handle: Buffers) -> bool:
     """Whether the communicator alone gathers and reduces, from and to memory that comes and goes."""
     if handle.transport is not handle.communicator or handle.gradients.has_own_reduction:
         return False

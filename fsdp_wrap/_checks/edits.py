@@ -21,7 +21,7 @@ from fsdp_wrap._core import (
     joined,
     own_modules,
 )
-from fsdp_wrap._params import ParamHandle, Segment, Where
+from fsdp_wrap._params import Buffers, Segment, Where
 from fsdp_wrap._runtime import ForwardCall, Unit, refuse_replaced
 
 _VERSION = attrgetter("_version")
@@ -97,7 +97,7 @@ def _refuse_edits(unit: Unit, segment: Segment) -> None:
         )
 
 
-def _refuse_changes(unit: Unit, handle: ParamHandle) -> None:
+def _refuse_changes(unit: Unit, handle: Buffers) -> None:
     """Refuses replaced sharded parameters, hooks that cannot run, and edits of full ones after a forward."""
     for segment in handle.segments:
         refuse_replaced(unit, segment.params)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import GroupPositions, accelerator_of
-from fsdp_wrap._params import Layout, ParamHandle, ShardedParams
+from fsdp_wrap._params import Buffers, Layout, ShardedParams
 from fsdp_wrap._runtime import Unit
 
 _ELEMENTS, _FEWEST = 8, 4  # of a part that are looked at, and that must be there to tell a factor
@@ -70,7 +70,7 @@ class _CutUnit:
         return self.handle.params[self.segment]
 
     @property
-    def handle(self) -> ParamHandle:
+    def handle(self) -> Buffers:
         """The handle of the unit."""
         return self.unit.handle
 

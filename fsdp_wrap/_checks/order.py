@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm import Note
 from fsdp_wrap._core import Computing, Phase, PlugIn, Precedence, warn_caller
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime import Unit
 
 
@@ -81,7 +81,7 @@ class _OrderComparison(PlugIn):
 _EXCHANGE = Note("compares the forward order")
 
 
-def _compare_across_ranks(name: str, handle: ParamHandle, iteration: int) -> None:
+def _compare_across_ranks(name: str, handle: Buffers, iteration: int) -> None:
     running = {dist.get_rank(): name}
     for communicator in (handle.communicator, handle.replicas):
         if communicator.positions is not None:

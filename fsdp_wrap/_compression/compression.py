@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_wrap._comm import Buffer, Pending, Then
 from fsdp_wrap._compression.codecs import CODECS, Codec, ExactTail
 from fsdp_wrap._core import is_castable
-from fsdp_wrap._params import ParamHandle, holds_codes
+from fsdp_wrap._params import Buffers, holds_codes
 from fsdp_wrap._runtime import handles_of, refuse_unsharded, require_idle, units_in
 from fsdp_wrap._state import compression
 
@@ -45,7 +45,7 @@ def _codec(argument: str, name: str | None) -> Codec | None:
     return None if name is None else CODECS[name]
 
 
-def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
+def _handles_in(module: nn.Module, reductions: str | None) -> list[Buffers]:
     units = units_in(module).values()
     if not units:
         refuse_unsharded(module, "compress()")
@@ -59,7 +59,7 @@ def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
     return handles_of(units)
 
 
-def _reducing(codec: Codec, handle: ParamHandle) -> Codec:
+def _reducing(codec: Codec, handle: Buffers) -> Codec:
     """Returns a codec that leaves the layouts' notes behind the gradients exact."""
     noted = max(segment.layout.noted_numel for segment in handle.segments)
     return ExactTail(codec, noted) if noted else codec
@@ -71,7 +71,7 @@ class CompressedTransport:
     So do parameters that are codes, such as those of 4 bits: their dtype is not that of their numbers.
     """
 
-    def __init__(self, gathers: Codec | None, reductions: Codec | None, handle: ParamHandle) -> None:
+    def __init__(self, gathers: Codec | None, reductions: Codec | None, handle: Buffers) -> None:
         self._communicator, self.positions = handle.communicator, handle.communicator.positions
         self._gathers, self._reductions = gathers, reductions
         self._of_codes = [holds_codes(sharded.side_data) for sharded in handle.params]

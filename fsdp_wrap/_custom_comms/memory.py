@@ -9,7 +9,7 @@ from fsdp_wrap._comm import (
 )
 from fsdp_wrap._core import OtherCommsError
 from fsdp_wrap._custom_comms.transport import CustomTransport
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime import Unit
 
 
@@ -50,7 +50,7 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
         handle.allocate_in(symmetric_memory(group, communicator.device, f"{method} for {unit.name}"))
 
 
-def _refuse_other_memory(unit: Unit, handle: ParamHandle, method: str) -> None:
+def _refuse_other_memory(unit: Unit, handle: Buffers, method: str) -> None:
     if isinstance(handle.transport, CustomTransport):
         raise OtherCommsError(
             f"{method} has no effect on {unit.name}, whose memory is allocated by what "
@@ -58,7 +58,7 @@ def _refuse_other_memory(unit: Unit, handle: ParamHandle, method: str) -> None:
         )
 
 
-def _require_unused(unit: Unit, handle: ParamHandle, method: str) -> None:
+def _require_unused(unit: Unit, handle: Buffers, method: str) -> None:
     if handle.gradients.accumulated or not handle.become_sharded():
         raise RuntimeError(
             f"{method} must be called between steps: the parameters of {unit.name} are in use, or gradients "

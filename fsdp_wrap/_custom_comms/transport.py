@@ -18,7 +18,7 @@ from fsdp_wrap._comm import (
 )
 from fsdp_wrap._core import OtherCommsError
 from fsdp_wrap._core.torch_private import foreach_copy_
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 
 
 class CustomTransport:
@@ -30,7 +30,7 @@ class CustomTransport:
 
     compresses_reductions = False
 
-    def __init__(self, handle: ParamHandle, comms: dict[str, Any]) -> None:
+    def __init__(self, handle: Buffers, comms: dict[str, Any]) -> None:
         self._communicator, self.positions = handle.communicator, handle.communicator.positions
         self.comms = comms
         self._used = comms if self._communicator.size > 1 else {}  # one rank sends nothing
@@ -78,7 +78,7 @@ class CustomTransport:
         return lane_of(self._communicator.device, "reduce").issue(start)
 
 
-def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
+def use_comms(handle: Buffers, name: str, **comms: Any) -> None:
     """Makes a unit gather (`all_gather=`) or reduce (`reduce_scatter=`) by a user's object.
 
     The object has the interface of torch's `AllGather` or `ReduceScatter`. Units with codecs (`compress`)

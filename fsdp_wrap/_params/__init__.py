@@ -1,11 +1,12 @@
 """Parameters in buffers, their gradients, and the communication of both.
 
 Lives here: layouts, sharded parameters (flat parameters, slices, DTensors), their gradients, and the
-handle that unshards and reshards them.
+buffers of a unit, which unshard and reshard them.
 May import: `_core`, `_comm`.
 Must never know: when that happens, and in which order units run.
 """
 
+from fsdp_wrap._params.buffers import Buffers, NoBuffers
 from fsdp_wrap._params.chunks import Cut, chunk_numel
 from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, Reduction
 from fsdp_wrap._params.dtensor import DTensorParams
@@ -31,7 +32,6 @@ from fsdp_wrap._params.flat import (
     SliceParams,
     held_params,
 )
-from fsdp_wrap._params.handle import EmptyHandle, ParamHandle
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import check_flag, check_kind
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._reproducible.refusals import (
     norms_over_batches,
     refuse_aligned,
@@ -148,9 +148,7 @@ def reproducible(
     )
 
 
-def _refuse(
-    model: nn.Module, schedules: Iterable[Schedule], handles: Iterable[tuple[Unit, ParamHandle]]
-) -> None:
+def _refuse(model: nn.Module, schedules: Iterable[Schedule], handles: Iterable[tuple[Unit, Buffers]]) -> None:
     """Refuses what cannot be the same at any number of ranks."""
     for schedule in schedules:
         refuse_aligned(schedule)
@@ -170,7 +168,7 @@ def _refuse(
     refuse_training(norms_over_batches(model))
 
 
-def _place(handles: Iterable[tuple[Unit, ParamHandle]]) -> tuple[int, int]:
+def _place(handles: Iterable[tuple[Unit, Buffers]]) -> tuple[int, int]:
     """Returns the number of ranks that have batches of their own, and this one's place among them."""
     places: dict[tuple[int, int], Unit] = {}
     for unit, handle in handles:

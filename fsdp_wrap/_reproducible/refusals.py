@@ -12,7 +12,7 @@ from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import NormBase
 from fsdp_wrap._custom_comms import hook_of
-from fsdp_wrap._params import ParamHandle, distributed_names
+from fsdp_wrap._params import Buffers, distributed_names
 from fsdp_wrap._runtime import Schedule, Unit
 
 _ELEMENTWISE = {
@@ -45,7 +45,7 @@ def refuse_training(norms: dict[str, nn.Module]) -> None:
             )
 
 
-def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
+def refuse_others_sums(unit: Unit, handle: Buffers) -> None:
     """Refuses collectives and updates of a unit that sum or round by themselves."""
     distributed = distributed_names(handle.params)
     if distributed:

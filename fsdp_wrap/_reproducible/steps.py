@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_wrap._core import PlugIn, Precedence
-from fsdp_wrap._params import ParamHandle, held_params, to_local
+from fsdp_wrap._params import Buffers, held_params, to_local
 from fsdp_wrap._reproducible.norms import exact_power
 from fsdp_wrap._reproducible.refusals import (
     leftovers,
@@ -59,7 +59,7 @@ class CountedSteps(PlugIn):
         exact_powers.update(dict.fromkeys(self.params, exact_power))
         _living.add(self)
 
-    def _take_over(self, unit: Unit, handle: ParamHandle, leaves: int, average: bool) -> None:
+    def _take_over(self, unit: Unit, handle: Buffers, leaves: int, average: bool) -> None:
         self._sums[unit] = TreeSums(handle, leaves)
         handle.plug_ins.attach(self._sums[unit])
         self._divisors[unit] = handle.gradients.contributors

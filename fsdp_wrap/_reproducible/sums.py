@@ -13,7 +13,7 @@ import torch
 
 from fsdp_wrap._comm import Communicator, Finished, Pending
 from fsdp_wrap._core import PlugIn, Precedence, ceil_div
-from fsdp_wrap._params import ParamHandle, Segment, ShardedParams, UnitGradients
+from fsdp_wrap._params import Buffers, Segment, ShardedParams, UnitGradients
 from fsdp_wrap._reproducible.tree import Node, SumTree
 
 _NOTHING = -0.0
@@ -33,7 +33,7 @@ class TreeSums(PlugIn):
 
     order = Precedence.RANKS
 
-    def __init__(self, handle: ParamHandle, leaves: int) -> None:
+    def __init__(self, handle: Buffers, leaves: int) -> None:
         self._ranks, self._replicas = handle.communicator, handle.replicas
         self._copies, self._leaves = handle.replicas.size, leaves
         self.each = leaves // (self._ranks.size * self._copies)

@@ -38,9 +38,9 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import trace_rules
 from fsdp_wrap._params import (
-    EmptyHandle,
+    Buffers,
     HeldBy,
-    ParamHandle,
+    NoBuffers,
     ShardedParams,
     check_beside,
     is_extension,
@@ -281,7 +281,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
         for number, segment in enumerate(segments)
     ]
     policies, held_by = [kind[-1] for kind in by_kind], HeldBy.of(spec.mesh, spec.device)
-    handle = ParamHandle(params, communicator, replicas, policies, held_by) if params else EmptyHandle()
+    handle = Buffers(params, communicator, replicas, policies, held_by) if params else NoBuffers()
     if spec.mesh.copies is not None:
         staged = over_replicas.needed("state_over_replicas=True").transport
         handle.set_transport(staged(*spec.communicators(spec.mesh.copies)))

@@ -29,7 +29,7 @@ from fsdp_wrap._core import (
     put_back,
 )
 from fsdp_wrap._core.torch_private import current_transform, graph_task, outside_transforms
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime.refusals import refuse_alone
 from fsdp_wrap._runtime.schedule import Schedule, schedule_of
 from fsdp_wrap._runtime.unit import Copies, ForwardCall, Unit, handles_of
@@ -178,7 +178,7 @@ def _shown_in_full(unit: Unit) -> bool:
     return bool(handles) and all(handle.lent.shows_full for handle in handles)
 
 
-def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[torch.Tensor]]:
+def _without_parameters(handle: Buffers, output: Any) -> tuple[Any, list[torch.Tensor]]:
     """Replaces a unit's parameters, and views of them, in a forward's output; returns it and its tensors.
 
     The caller gets copies, since the full parameters are freed. Gradients pass through the copies. A tensor

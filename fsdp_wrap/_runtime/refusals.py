@@ -28,7 +28,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import graph_task, optimizers_in_backward
 from fsdp_wrap._params import (
-    ParamHandle,
+    Buffers,
     Segment,
     ShardedParams,
     Showing,
@@ -230,7 +230,7 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
         )
 
 
-def _shows_shards(handle: ParamHandle) -> bool:
+def _shows_shards(handle: Buffers) -> bool:
     """Whether modules show pieces of the original parameters."""
     shards = any(sharded.resident is None for sharded in handle.params)
     others = handle.where is Where.LENT and (handle.lent.shows_full or not handle.lent.summoned)
@@ -254,7 +254,7 @@ def refuse_alone(unit: Unit) -> None:
         )
 
 
-def refuse_without_backward(unit: Unit, handle: ParamHandle) -> None:
+def refuse_without_backward(unit: Unit, handle: Buffers) -> None:
     """Refuses a forward after which this rank has no backward to reduce a tied unit's gradients in."""
     if torch.is_grad_enabled() and handle.segments.trainable and unit.tied_to is not None:
         raise RuntimeError(

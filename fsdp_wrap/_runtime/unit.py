@@ -33,7 +33,7 @@ from fsdp_wrap._core import (
     warn_caller,
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
-from fsdp_wrap._params import EmptyHandle, ParamHandle, Segment, ShardedParams, Until, Where
+from fsdp_wrap._params import Buffers, NoBuffers, Segment, ShardedParams, Until, Where
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 from fsdp_wrap._runtime.own_gradients import watch_own_gradients
 
@@ -133,7 +133,7 @@ class Unit:
 
     Args:
         module: The wrapped module.
-        handle: Owner of its parameters; an `EmptyHandle` where it owns none.
+        handle: Owner of its parameters; an `NoBuffers` where it owns none.
         options: Settings.
         left: Tied parameters of the module that a unit above owns.
         lenders: Units that own parameters of the module too, such as its units over other meshes; they run
@@ -164,12 +164,12 @@ class Unit:
     companions: Sequence[Unit] = ()
     mesh_label = ""  # class defaults, for a deep copy that is being made
     plug_ins: PlugIns = everywhere
-    _of_gone = EmptyHandle()  # made before modules go, as the interpreter's end makes nothing
+    _of_gone = NoBuffers()  # made before modules go, as the interpreter's end makes nothing
 
     def __init__(
         self,
         module: nn.Module,
-        handle: ParamHandle,
+        handle: Buffers,
         options: UnitOptions,
         *,
         left: frozenset[nn.Parameter] = frozenset(),
@@ -585,7 +585,7 @@ def hooked_for(view: torch.Tensor, inputs: list[Node]) -> torch.Tensor:
     return view if graph_task() != -1 and will_run([node]) else base
 
 
-def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
+def handles_of(units: Iterable[Unit]) -> list[Buffers]:
     """Returns the handles of the units that have parameters."""
     return [unit.handle for unit in units if unit.params]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_wrap._comm import calling
 from fsdp_wrap._core import NotIdleError
-from fsdp_wrap._params import LentParams, ParamHandle, Summoning
+from fsdp_wrap._params import Buffers, LentParams, Summoning
 from fsdp_wrap._runtime import (
     Unit,
     communicators_of,
@@ -210,7 +210,7 @@ def settle(units: Iterable[Unit], doing: str) -> None:
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
 
 
-def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
+def sharded_handles(units: Iterable[Unit]) -> list[Buffers]:
     """Reshards units and their lenders; returns their handles, save those that show something on purpose."""
     handles = []
     for unit in used_by(units):

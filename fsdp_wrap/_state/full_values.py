@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._comm import Communicator, Pending, calling, deaths_told, make_communicator, ranks_in
 from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
 from fsdp_wrap._core.torch_private import ShardedTensor, pytree
-from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart, ParamHandle, assemble
+from fsdp_wrap._params import Buffers, FlatParameter, IntervalTensor, LocalPart, assemble
 from fsdp_wrap._runtime import Unit, handles_of, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
 from fsdp_wrap._state.originals import Originals, owned_places, uncompiled_fqn
@@ -95,7 +95,7 @@ class FullValue:
         return same_ranks and self.dtype == other.dtype and self.part is other.part is None
 
 
-def full_values(handle: ParamHandle) -> list[FullValue]:
+def full_values(handle: Buffers) -> list[FullValue]:
     """Returns a handle's parameters, by layout and index; in master dtype."""
     return [
         FullValue(
@@ -570,7 +570,7 @@ class FirstRank:
         """Returns the one rank of the value's communicator that receives it; None if all do."""
         return 0 if value.communicator in self.steps[-1:] else None
 
-    def is_first_with(self, handle: ParamHandle) -> bool:
+    def is_first_with(self, handle: Buffers) -> bool:
         """Whether it is the first rank with its shard of parameters that tensor parallelism does not cut."""
         own = handle.communicator.members  # which hold other rows, also those of them that are beside
         return handle.replicas.rank == 0 and all(
@@ -691,7 +691,7 @@ def _noting(tensors: Iterator[Named], errors: list[Exception]) -> Iterator[Named
         raise
 
 
-def _beside(handles: Iterable[ParamHandle]) -> list[Communicator]:
+def _beside(handles: Iterable[Buffers]) -> list[Communicator]:
     """Returns what leads to the ranks that hold other parts, where tensor parallelism has distributed any."""
     for handle in handles:
         for part in (

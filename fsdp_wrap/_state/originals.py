@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
 from fsdp_wrap._params import (
+    Buffers,
     FlatParameter,
     FlatPiece,
     Interval,
     IntervalTensor,
-    ParamHandle,
     ShardedParams,
     SideData,
     Spread,
@@ -49,7 +49,7 @@ class Original:
 
     fqn: str
     interval: Interval
-    handle: ParamHandle | None = None
+    handle: Buffers | None = None
     sharded: ShardedParams | None = None
     index: int = 0
     order: int = 0
@@ -267,7 +267,7 @@ def uncut(fqn: str, tensor: torch.Tensor) -> Original:
     return Original(fqn, Interval(fqn, tensor.shape, 0, flat, cast(nn.Parameter, tensor), 0))
 
 
-def originals_in(handle: ParamHandle) -> list[Original]:
+def originals_in(handle: Buffers) -> list[Original]:
     """Returns what a handle owns, in the order of its layouts."""
     return [
         Original(interval.fqn, interval, handle, sharded, index)

@@ -34,9 +34,9 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._params import (
+    Buffers,
     IntervalTensor,
     LentParams,
-    ParamHandle,
     ShardedParams,
     Spread,
     distributed_names,
@@ -237,14 +237,14 @@ def _replaced(
             handle.take_back()
 
 
-def _replaceable(unit: Unit) -> list[ParamHandle]:
+def _replaceable(unit: Unit) -> list[Buffers]:
     """Reshards a unit and its lenders; returns their handles, except those replaced already."""
     for used_unit in used_by([unit]):
         refuse_hidden(used_unit)
     return sharded_handles([unit])
 
 
-def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
+def _show(handle: Buffers, values: Iterable[torch.Tensor]) -> None:
     """Shows other values in the place of sharded parameters, in the order of `originals_in`."""
     remaining = iter(values)
     shown = [
@@ -265,20 +265,20 @@ def _as_param(sharded: ShardedParams, index: int, value: torch.Tensor) -> Any:
     return value.requires_grad_(trains)
 
 
-def _full_copies(handle: ParamHandle, offload: bool, only: FirstRank | None) -> Iterator[torch.Tensor]:
+def _full_copies(handle: Buffers, offload: bool, only: FirstRank | None) -> Iterator[torch.Tensor]:
     values = full_values(handle)
     # All at once, and small ones together: the caller keeps everything anyway.
     copies = stream(values, 2 * sum(value.nbytes for value in values), only=only, to_host=offload)
     return (copied for _, copied in copies)
 
 
-def _saved_pieces(handle: ParamHandle, offload: bool, copied: bool) -> Iterator[IntervalTensor]:
+def _saved_pieces(handle: Buffers, offload: bool, copied: bool) -> Iterator[IntervalTensor]:
     for original in originals_in(handle):
         held = original.interval.data
         yield original.piece(offloaded(held, offload) if copied else held)
 
 
-def _rows(handle: ParamHandle, offload: bool) -> Iterator[torch.Tensor]:
+def _rows(handle: Buffers, offload: bool) -> Iterator[torch.Tensor]:
     """Yields this rank's rows of one parameter after the other; collective."""
     cut = [value for value in full_values(handle) if value.whole is None]
     gathered = stream(cut, 2 * max((value.nbytes for value in cut), default=0))
@@ -319,7 +319,7 @@ def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: st
             state_dict[prefix + sharded.name] = _flat_shard(handle, sharded, _shard_copy(sharded, offload))
 
 
-def _flat_shard(handle: ParamHandle, sharded: ShardedParams, shard: torch.Tensor) -> IntervalTensor:
+def _flat_shard(handle: Buffers, sharded: ShardedParams, shard: torch.Tensor) -> IntervalTensor:
     """Returns a shard as an interval of the flat buffer, so other ranks' shards are not taken for copies."""
     start = handle.communicator.rank * sharded.layout.shard_numel
     spread = Spread(handle.held_by, 0, sharded.layout.shard_numel)
@@ -418,7 +418,7 @@ def _begin_full_load(unit: Unit) -> Callable[[bool], None]:
 
 def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
     """Shows `IntervalTensor`s over copies of the shards while modules load into them; nothing is gathered."""
-    staged: list[tuple[ParamHandle, list[torch.Tensor]]] = []
+    staged: list[tuple[Buffers, list[torch.Tensor]]] = []
     for handle in _replaceable(unit):
         shards = [_shard_copy(sharded) for sharded in handle.params]
         cut = (held for sharded, shard in zip(handle.params, shards) for held in sharded.layout.pieces(shard))
@@ -477,7 +477,7 @@ def _expand_local(
     return problems
 
 
-def _shard_names(units: Mapping[str, Unit], prefix: str) -> Iterator[tuple[str, ParamHandle, ShardedParams]]:
+def _shard_names(units: Mapping[str, Unit], prefix: str) -> Iterator[tuple[str, Buffers, ShardedParams]]:
     for fqn, unit in units.items():
         for handle in handles_of([unit]):
             for sharded in handle.params:

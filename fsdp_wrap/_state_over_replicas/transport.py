@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from fsdp_wrap._comm import Buffer, Communicator, Pending, Then, accelerator_of
-from fsdp_wrap._params import ParamHandle, Segment
+from fsdp_wrap._params import Buffers, Segment
 from fsdp_wrap._state_over_replicas.copy_part import CopyPart
 from fsdp_wrap._state_over_replicas.stage import Stage
 
@@ -32,7 +32,7 @@ class StagedTransport:
 
     compresses_reductions = False
 
-    def __init__(self, within: Communicator, across: Communicator, handle: ParamHandle) -> None:
+    def __init__(self, within: Communicator, across: Communicator, handle: Buffers) -> None:
         self._handle, self.positions = weakref.ref(handle), within.positions
         self._within, self._across = Stage(within), Stage(across)
         self._accelerator = accelerator_of(within.device)

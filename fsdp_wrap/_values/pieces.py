@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._core import encloses, joined
-from fsdp_wrap._params import Cut, FlatPiece, ParamHandle, ShardedParams, holds_codes, to_local
+from fsdp_wrap._params import Buffers, Cut, FlatPiece, ShardedParams, holds_codes, to_local
 from fsdp_wrap._runtime import Unit, refuse_unsharded, require_idle, units_in
 
 
@@ -74,7 +74,7 @@ def idle_units(model: nn.Module, asking: str) -> dict[Unit, str]:
     return names
 
 
-def handle_of(unit: Unit) -> ParamHandle:
+def handle_of(unit: Unit) -> Buffers:
     """Returns the handle of a unit that has parameters."""
     return unit.handle
 

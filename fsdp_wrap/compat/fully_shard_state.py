@@ -22,7 +22,7 @@ from fsdp_wrap import api
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._params import ParamHandle, Segment, Until, Use, Where, tell_use
+from fsdp_wrap._params import Buffers, Segment, Until, Use, Where, tell_use
 from fsdp_wrap._runtime import REGISTRY, Doing, Unit, schedule_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
@@ -290,7 +290,7 @@ class UnitParam(_Proxy):
     sharded_size = property(attrgetter("_sharded_local_tensor.shape"))
 
 
-def _waits(handle: ParamHandle) -> bool:
+def _waits(handle: Buffers) -> bool:
     """Whether full parameters are there only for the backward of an earlier forward, as torch keeps none."""
     return handle.stays is Until.EARLIER
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_wrap._core import Seam, format_bytes
-from fsdp_wrap._params import ParamHandle, Where
+from fsdp_wrap._params import Buffers, Where
 from fsdp_wrap._runtime import Doing, Unit, out_of_memory, schedule_of
 from fsdp_wrap.tools.models import Models, named_units
 
@@ -98,7 +98,7 @@ class _UnitMemory(NamedTuple):
     shards: int
 
     @classmethod
-    def of(cls, name: str, handle: ParamHandle) -> _UnitMemory:
+    def of(cls, name: str, handle: Buffers) -> _UnitMemory:
         unsharded = handle.where in (Where.GATHERING, Where.FULL) or handle.lent.summoned
         full = handle.segments.unsharded_nbytes if unsharded else 0
         held = handle.gradients.reduction is not None or handle.gradients.accumulated

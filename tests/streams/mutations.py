@@ -55,7 +55,7 @@ _LIKELY = {
     "_activations": ("activations",),
     "Reduction.abandon": ("fails",),
     "Reduction.finish": ("no_shard", "hybrid", "trains"),
-    "ParamHandle.reshard": ("looks", "fails", "prefetches"),
+    "Buffers.reshard": ("looks", "fails", "prefetches"),
 }
 
 _KEPT = {

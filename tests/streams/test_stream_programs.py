@@ -19,8 +19,8 @@ from fronts import FRONTS, each_front
 from fsdp_wrap import BackwardPrefetch
 from fsdp_wrap._comm import Finished, FromHost, ToHost
 from fsdp_wrap._comm.lanes import _EventPending
+from fsdp_wrap._params.buffers import Where
 from fsdp_wrap._params.collectives import NotedReduction, Reduction
-from fsdp_wrap._params.handle import Where
 from fsdp_wrap._runtime.unit import Unit
 from scenario import (
     COMPOSABLE_SPACE,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass
-from fsdp_wrap._params import ParamHandle, ShardedParams, to_local
+from fsdp_wrap._params import Buffers, ShardedParams, to_local
 from fsdp_wrap._runtime import handles_of, units_in
 from fsdp_wrap._state.originals import Original, Originals
 
@@ -117,13 +117,13 @@ class HeldGradients:
         return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 
     @property
-    def unreduced(self) -> list[ParamHandle]:
+    def unreduced(self) -> list[Buffers]:
         """Units whose gradients `no_sync` has left for a later backward to reduce."""
         if not any(map(_ACCUMULATED, self._segments)):
             return []
         return [handle for handle in self._handles if handle.gradients.accumulated]
 
-    def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
+    def by_ranks(self, without: Collection[Buffers] = ()) -> dict[Over, list[torch.Tensor]]:
         """Groups non-empty local gradients by the ranks that hold the rest; skips handles in `without`."""
         handles = [handle for handle in self._handles if handle not in without] if without else self._handles
         blocks = self._blocks_of(handles) if without else self._blocks
@@ -145,7 +145,7 @@ class HeldGradients:
     def _over_of(self, param: torch.Tensor) -> Over:
         return over_of(param) if isinstance(param, DTensor) else self._homes[None]
 
-    def _blocks_of(self, handles: Iterable[ParamHandle]) -> dict[Over, list[_Blocks]]:
+    def _blocks_of(self, handles: Iterable[Buffers]) -> dict[Over, list[_Blocks]]:
         kinds: dict[tuple[Over, bool], list[ShardedParams]] = {}
         for handle in handles:
             for sharded in handle.params:
@@ -182,7 +182,7 @@ class HeldGradients:
 
 
 def gradients_by_ranks(
-    handle: ParamHandle, layouts: Iterable[ShardedParams], home: Over | None = None
+    handle: Buffers, layouts: Iterable[ShardedParams], home: Over | None = None
 ) -> dict[Over, list[torch.Tensor]]:
     """Groups layouts' non-empty local gradients by the ranks that hold the rest; a group may be empty."""
     by_over: dict[Over, list[torch.Tensor]] = {}
@@ -194,7 +194,7 @@ def gradients_by_ranks(
     return by_over
 
 
-def overs_of(handle: ParamHandle, sharded: ShardedParams, home: Over | None = None) -> list[Over]:
+def overs_of(handle: Buffers, sharded: ShardedParams, home: Over | None = None) -> list[Over]:
     """Returns, for each original parameter of a layout, the ranks that hold it between them.
 
     `home` is a wider group for those of no other mesh; None for the unit's.
@@ -280,12 +280,12 @@ def _strided(param: nn.Parameter) -> torch.Tensor | None:
     return param.grad.values()
 
 
-def _homes(handles: Iterable[ParamHandle | None]) -> dict[ParamHandle | None, Over]:
+def _homes(handles: Iterable[Buffers | None]) -> dict[Buffers | None, Over]:
     """Divides units among as few groups as possible: the widest takes all of which it holds whole copies.
 
     None stands for the parameters that no unit owns.
     """
-    left, homes = list(handles), dict[ParamHandle | None, Over]()
+    left, homes = list(handles), dict[Buffers | None, Over]()
     groups = dict.fromkeys(handle.communicator for handle in left if handle is not None)
     for group in sorted((group for group in groups if group.size > 1), key=lambda group: -group.size):
         copies = {handle: count for handle in left if (count := _copies(handle, group))}
@@ -297,7 +297,7 @@ def _homes(handles: Iterable[ParamHandle | None]) -> dict[ParamHandle | None, Ov
     return homes | dict.fromkeys(left, Over())
 
 
-def _copies(handle: ParamHandle | None, group: Communicator) -> int:
+def _copies(handle: Buffers | None, group: Communicator) -> int:
     """Returns how many copies of a unit's gradients a group holds; 0 if it does not hold whole ones."""
     if handle is None:
         return group.size

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp_wrap._comm import Pending, lane_of, make_communicator, reduce_scatter_single
 from fsdp_wrap._core import OtherCommsError, Seam
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime import Unit, refuse_unsharded, require_idle, require_root, units_in
 
 _TORCH_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
@@ -178,7 +178,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
         handle.gradients.reduce_by(_HookedReduction(unit, handle, state, _working(hook)), replicas)
 
 
-def _check_unit(unit: Unit, handle: ParamHandle) -> None:
+def _check_unit(unit: Unit, handle: Buffers) -> None:
     if handle.gradients.has_own_reduction:
         raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one")
     if handle.transport.compresses_reductions:
@@ -192,7 +192,7 @@ def _check_unit(unit: Unit, handle: ParamHandle) -> None:
         )
 
 
-def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
+def _check_hook(hook: Any, unit: Unit, handle: Buffers) -> None:
     if not callable(hook):
         raise ValueError(f"a communication hook must be callable, but is {hook!r}")
     try:
@@ -209,7 +209,7 @@ def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
         ) from None
 
 
-def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
+def _check_ranks(state: Any, unit: Unit, handle: Buffers) -> None:
     group = getattr(state, "process_group", None)
     if group is None:
         raise ValueError(f"a ready-made hook needs a DefaultState or LowPrecisionState, not {state!r}")
@@ -222,7 +222,7 @@ def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
         )
 
 
-def _is_sharded(handle: ParamHandle) -> bool:
+def _is_sharded(handle: Buffers) -> bool:
     return all(segment.layout.sharded for segment in handle.segments)
 
 
@@ -239,7 +239,7 @@ def _working(hook: Callable[..., None]) -> Callable[..., None]:
 class _HookedReduction:
     """The reduction of one unit by a hook (a `ReduceScatter`)."""
 
-    def __init__(self, unit: Unit, handle: ParamHandle, state: object, hook: Callable[..., None]) -> None:
+    def __init__(self, unit: Unit, handle: Buffers, state: object, hook: Callable[..., None]) -> None:
         self._name = unit.name  # not the unit, which holds this
         self._lane = lane_of(handle.communicator.device, "reduce")
         self._sharded = _is_sharded(handle)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._state.gradients.held import Over, gradients_by_ranks, overs_of
 from fsdp_wrap._state.gradients.norms import by_kind, merged, over_ranks, power, root, scale
 
@@ -16,7 +16,7 @@ _P = 2.0
 class NormInParts:
     """The 2-norm of gradients that ranks add unit by unit, for the handles of all units on all ranks."""
 
-    def __init__(self, handles: Iterable[ParamHandle]) -> None:
+    def __init__(self, handles: Iterable[Buffers]) -> None:
         self._overs: dict[Over, None] = {}
         for handle in handles:
             for sharded in handle.params:
@@ -25,7 +25,7 @@ class NormInParts:
         self._powers: dict[Over, torch.Tensor] = {}
 
     @torch.no_grad()
-    def add(self, handle: ParamHandle) -> None:
+    def add(self, handle: Buffers) -> None:
         """Adds this rank's part of a unit's gradients."""
         for over, grads in gradients_by_ranks(handle, handle.params).items():
             if grads:

@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from fsdp_wrap._comm import HostLane
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind, count_step, counted_before, warn_caller
 from fsdp_wrap._core.torch_private import graph_task, hook_gradient
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime import Progress, Schedule, Unit, handles_of, require_idle, schedule_of, will_run
 from fsdp_wrap._state import NormInParts, scale_to
 from fsdp_wrap.optim._in_backward.unit_params import ScaledUnit, UnitParams
@@ -205,7 +205,7 @@ class BackwardSteps:
         name: str,
         part: UnitParams,
         norm: torch.Tensor | None,
-        handle: ParamHandle | None = None,
+        handle: Buffers | None = None,
         arrive: Callable[[], None] | None = None,
     ) -> None:
         """Clips the gradients of a unit, lets the optimizer step with them, and frees them."""

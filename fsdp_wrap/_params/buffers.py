@@ -1,4 +1,4 @@
-"""`ParamHandle`: the storage and the communication of one unit.
+"""`Buffers`: the memory of one unit, and where its full parameters are.
 
 SHARDED --gather--> GATHERING --wait--> FULL --reshard--> SHARDED. Resharding is always safe.
 """
@@ -10,23 +10,9 @@ from operator import attrgetter, methodcaller
 
 import torch
 
-from fsdp_wrap._comm import (
-    Communicator,
-    Finished,
-    GroupMemory,
-    Pending,
-)
-from fsdp_wrap._core import (
-    PlugIns,
-    SegmentPolicy,
-    everywhere,
-    steps_taken,
-)
-from fsdp_wrap._params.collectives import (
-    GatherShare,
-    PostForwardShards,
-    Transport,
-)
+from fsdp_wrap._comm import Communicator, Finished, GroupMemory, Pending
+from fsdp_wrap._core import PlugIns, SegmentPolicy, everywhere, steps_taken
+from fsdp_wrap._params.collectives import GatherShare, PostForwardShards, Transport
 from fsdp_wrap._params.extensions import GatherUses
 from fsdp_wrap._params.parallel import HeldBy
 from fsdp_wrap._params.segments import Segments, trains
@@ -41,8 +27,8 @@ _NOTHING = Finished()
 _WRITTEN = methodcaller("written")
 
 
-class ParamHandle:
-    """Owner of one unit's memory and communication.
+class Buffers:
+    """Gathers and frees the full parameters of one unit, and knows where they are.
 
     Args:
         params: Of each segment, this rank's shard and the sharded parameters.
@@ -74,7 +60,7 @@ class ParamHandle:
         self.communicator, self.replicas, self.held_by = communicator, replicas, held_by
         self.plug_ins = PlugIns(everywhere)
         self.transport: Transport = communicator
-        self._transport_of: Callable[[ParamHandle], Transport] = attrgetter("communicator")
+        self._transport_of: Callable[[Buffers], Transport] = attrgetter("communicator")
         self.params, self._policies = params, policies
         self.segments = Segments(params, policies, communicator, self.plug_ins)
         self.gradients = UnitGradients(self.segments, communicator, replicas, self.plug_ins)
@@ -91,19 +77,19 @@ class ParamHandle:
         self._changed = False  # whether the values are others than at the last `wait`
         self._steps_at_gather = 0  # of all optimizers
 
-    def with_params(self, params: Sequence[ShardedParams]) -> ParamHandle:
-        """Returns a handle of other parameters, otherwise like this one."""
-        handle = ParamHandle(params, self.communicator, self.replicas, self._policies, self.held_by)
-        handle.set_transport(self._transport_of)
-        handle.gradients.reduce_like(self.gradients)
-        handle.keep_storage(self.segments.keeps_memory)
+    def with_params(self, params: Sequence[ShardedParams]) -> Buffers:
+        """Returns buffers of other parameters, otherwise like these."""
+        buffers = Buffers(params, self.communicator, self.replicas, self._policies, self.held_by)
+        buffers.set_transport(self._transport_of)
+        buffers.gradients.reduce_like(self.gradients)
+        buffers.keep_storage(self.segments.keeps_memory)
         for plug_in in self.plug_ins.own:
             if plug_in.copied:
-                handle.plug_ins.attach(plug_in)
-        return handle
+                buffers.plug_ins.attach(plug_in)
+        return buffers
 
-    def set_transport(self, transport_of: Callable[[ParamHandle], Transport]) -> None:
-        """Changes the transport of training, made for a handle; full parameters for users come as before."""
+    def set_transport(self, transport_of: Callable[[Buffers], Transport]) -> None:
+        """Changes the transport of training, made for these buffers; what users see comes as before."""
         if self.staged:
             raise RuntimeError(
                 f"state_over_replicas=True decides how '{self.params[0].layout.fqns[0]}', and what is beside "
@@ -290,8 +276,8 @@ class ParamHandle:
         self.gradients.drop_failed()
 
 
-class EmptyHandle(ParamHandle):
-    """The handle of a unit without parameters: nothing is gathered, freed or reduced, and all is there."""
+class NoBuffers(Buffers):
+    """Those of a unit without parameters: nothing is gathered, freed or reduced, and all is there."""
 
     communicators = ()
 
@@ -300,11 +286,11 @@ class EmptyHandle(ParamHandle):
         super().__init__((), alone, alone, (), HeldBy((), "cpu"))
         self.where = Where.FULL
 
-    def with_params(self, params: Sequence[ShardedParams]) -> ParamHandle:
-        """Returns another empty handle."""
-        return EmptyHandle()
+    def with_params(self, params: Sequence[ShardedParams]) -> Buffers:
+        """Returns the same for a copy of the unit."""
+        return NoBuffers()
 
-    def set_transport(self, transport_of: Callable[[ParamHandle], Transport]) -> None:
+    def set_transport(self, transport_of: Callable[[Buffers], Transport]) -> None:
         """Does nothing: nothing travels."""
 
     def compute_in_full(self, in_full: bool) -> None:
