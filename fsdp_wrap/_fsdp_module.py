@@ -16,8 +16,8 @@ from fsdp_wrap._params import Buffers, Layout, Where, make_copyable
 from fsdp_wrap._runtime import (
     Schedule,
     Unit,
+    buffers_of,
     converted,
-    handles_of,
     refuse_replaced,
     refuse_sharing,
     refuse_steps_between_sums,
@@ -131,8 +131,8 @@ class FSDPModule(nn.Module):
             keep: Whether the memory stays allocated.
             recurse: Also set it for the units below.
         """
-        for handle in self.__handles(recurse):
-            handle.keep_storage(keep)
+        for buffers in self.__buffers(recurse):
+            buffers.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward gathers this unit's parameters; an embedding's backward does not need them.
@@ -280,8 +280,8 @@ class FSDPModule(nn.Module):
         """
         if not 0 < abs(factor) < float("inf"):  # nor NaN
             raise ValueError(f"the divisor of gradients must be finite and not 0, but is {factor}")
-        for handle in self.__handles(False):
-            handle.gradients.divide_by(factor)
+        for buffers in self.__buffers(False):
+            buffers.gradients.divide_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`.
@@ -344,7 +344,7 @@ class FSDPModule(nn.Module):
         self.__schedule.require_idle("setting a custom collective")
         for unit in _unit_of(self).over_all_meshes:
             if unit.params:
-                use_comms(unit.handle, unit.name, **comms)
+                use_comms(unit.buffers, unit.name, **comms)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Sets whether the process group's own allocator allocates this unit's communication buffers.
@@ -391,7 +391,7 @@ class FSDPModule(nn.Module):
         """
         self.__schedule.require_idle("choosing the process group of reductions")
         for unit in self.__units(recurse):
-            unit.handle.communicator.reduce_apart(enable)
+            unit.buffers.communicator.reduce_apart(enable)
             unit.set(reduces_apart=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -453,10 +453,10 @@ class FSDPModule(nn.Module):
             converted(member, fn, "they live where their mesh does")
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for handle in self.__handles(False):
-            if handle.where is Where.SHARDED:
-                if not unit.parts or _shows_one_kind(handle):  # parts are converted one by one
-                    handle.follow_replaced()
+        for buffers in self.__buffers(False):
+            if buffers.where is Where.SHARDED:
+                if not unit.parts or _shows_one_kind(buffers):  # parts are converted one by one
+                    buffers.follow_replaced()
         return self
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
@@ -465,9 +465,9 @@ class FSDPModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the text of the module's class, and where state and shards lie."""
-        handles = self.__handles(False)
-        layouts = [segment.layout for handle in handles for segment in handle.segments]
-        staged = "state over replicas" if any(handle.staged for handle in handles) else ""
+        all_buffers = self.__buffers(False)
+        layouts = [segment.layout for buffers in all_buffers for segment in buffers.segments]
+        staged = "state over replicas" if any(buffers.staged for buffers in all_buffers) else ""
         return ", ".join(filter(None, [super().extra_repr(), staged, _format_alignment(layouts)]))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -490,10 +490,10 @@ class FSDPModule(nn.Module):
         """
         self.reshard()
         for unit in _unit_of(self).over_all_meshes:
-            handle = unit.handle
-            if handle.where is Where.SHARDED and not handle.segments.without_values:
-                handle.follow_replaced()
-                for segment in handle.segments:
+            buffers = unit.buffers
+            if buffers.where is Where.SHARDED and not buffers.segments.without_values:
+                buffers.follow_replaced()
+                for segment in buffers.segments:
                     refuse_replaced(unit, segment.params)
         earlier = len((args[0] if args else kwargs.get("destination")) or ())
         destination = super().state_dict(*args, **kwargs)
@@ -541,8 +541,8 @@ class FSDPModule(nn.Module):
     def __units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
 
-    def __handles(self, recurse: bool) -> list[Buffers]:
-        return handles_of(self.__units(recurse))
+    def __buffers(self, recurse: bool) -> list[Buffers]:
+        return buffers_of(self.__units(recurse))
 
     def __set(self, recurse: bool, **options: Any) -> None:
         for unit in self.__units(recurse):
@@ -626,9 +626,9 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
     return tuple(unit for module in modules for unit in _unit_of(module).over_all_meshes)
 
 
-def _shows_one_kind(handle: Buffers) -> bool:
+def _shows_one_kind(buffers: Buffers) -> bool:
     """Returns whether each segment's shown parameters have one dtype, and all or none are meta tensors."""
-    shown = ([param for param in sharded.display.shown() if param is not None] for sharded in handle.params)
+    shown = ([param for param in sharded.display.shown() if param is not None] for sharded in buffers.params)
     return all(len({(param.dtype, param.is_meta) for param in params}) == 1 for params in shown)
 
 

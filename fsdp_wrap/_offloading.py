@@ -32,7 +32,7 @@ class Offloading(PlugIn):
         """Discards device copies of shards: users may write to shards unnoticed."""
         self._recall()
         for unit in units:
-            for copier in _copiers(unit.handle):
+            for copier in _copiers(unit.buffers):
                 copier.outdate()
 
     def expects(self, unit: Unit | None) -> None:
@@ -41,23 +41,23 @@ class Offloading(PlugIn):
         Skips groups of one rank: the shard is the whole unit there, and sending it ahead would be a prefetch,
         which takes as much memory and is the user's choice.
         """
-        if unit is None or unit.handle is self._ahead or unit.handle.communicator.size == 1:
+        if unit is None or unit.buffers is self._ahead or unit.buffers.communicator.size == 1:
             return
-        handle = unit.handle
+        buffers = unit.buffers
         if (
-            handle.where is not Where.SHARDED
-            or handle.post_forward_shards is not None
-            or handle.segments.without_values
+            buffers.where is not Where.SHARDED
+            or buffers.post_forward_shards is not None
+            or buffers.segments.without_values
         ):
             return
         self._recall()
-        handle.look()  # or the gather would notice changed values and copy again
-        self._ahead = handle
-        copiers = _copiers(handle)
+        buffers.look()  # or the gather would notice changed values and copy again
+        self._ahead = buffers
+        copiers = _copiers(buffers)
         nbytes = sum(copier.nbytes for copier in copiers)
         with unit.plug_ins.span(SpanKind.COPY, None, (unit,), nbytes):
             for copier in copiers:
-                copier.send_ahead(handle.communicator.empty)
+                copier.send_ahead(buffers.communicator.empty)
 
     def _recall(self) -> None:
         ahead, self._ahead = self._ahead, NoBuffers()
@@ -68,7 +68,7 @@ class Offloading(PlugIn):
         """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
         if what is Computing.FORWARD and not unit.schedule.depth:
             self._recall()
-            if any(copier.lends for other in self._units for copier in _copiers(other.handle)):
+            if any(copier.lends for other in self._units for copier in _copiers(other.buffers)):
                 self._await_copies()
 
     def _await_copies(self) -> None:
@@ -87,7 +87,7 @@ class Offloading(PlugIn):
             for sharded in before.params:
                 sharded.gradients.release_arriving()
             if any(sharded.gradients.has_hooks for sharded in before.params):
-                add = before.handle.gradients.take_arriving()
+                add = before.buffers.gradients.take_arriving()
                 if add is not None:
                     add()
         self._arriving.append(unit)
@@ -113,6 +113,6 @@ class Offloading(PlugIn):
         return [sharded for unit in arriving for sharded in unit.params]
 
 
-def _copiers(handle: Buffers) -> list[FromHost]:
+def _copiers(buffers: Buffers) -> list[FromHost]:
     """Returns the copiers of shards in host memory to the device."""
-    return [segment.from_host for segment in handle.segments if segment.from_host is not None]
+    return [segment.from_host for segment in buffers.segments if segment.from_host is not None]

@@ -45,20 +45,20 @@ def refuse_training(norms: dict[str, nn.Module]) -> None:
             )
 
 
-def refuse_others_sums(unit: Unit, handle: Buffers) -> None:
+def refuse_others_sums(unit: Unit, buffers: Buffers) -> None:
     """Refuses collectives and updates of a unit that sum or round by themselves."""
-    distributed = distributed_names(handle.params)
+    distributed = distributed_names(buffers.params)
     if distributed:
         raise RuntimeError(
             f"'{unit.name_of(distributed[0])}' is distributed by tensor or expert parallelism, whose "
             "groups sum by themselves: reproducible() takes parameters that are sharded over data only"
         )
-    if handle.gradients.has_own_reduction or hook_of(unit) is not None:
+    if buffers.gradients.has_own_reduction or hook_of(unit) is not None:
         raise RuntimeError(
             f"{unit.name} has a hook of its reductions, which may sum or round by itself: a reproducible "
             "model takes none"
         )
-    if handle.transport is not handle.communicator:
+    if buffers.transport is not buffers.communicator:
         raise RuntimeError(
             f"{unit.name} is compressed, or has collectives of the user's, or state over replicas: these "
             "round by shards, or sum by themselves. A reproducible model takes the package's own"

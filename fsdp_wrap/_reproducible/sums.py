@@ -24,7 +24,7 @@ class TreeSums(PlugIn):
     """The sums of one unit, to which it is attached, from the first backward of a step to the last.
 
     Args:
-        handle: The unit's.
+        buffers: The unit's.
         leaves: Number of micro-batches in a step.
 
     Attributes:
@@ -33,9 +33,9 @@ class TreeSums(PlugIn):
 
     order = Precedence.RANKS
 
-    def __init__(self, handle: Buffers, leaves: int) -> None:
-        self._ranks, self._replicas = handle.communicator, handle.replicas
-        self._copies, self._leaves = handle.replicas.size, leaves
+    def __init__(self, buffers: Buffers, leaves: int) -> None:
+        self._ranks, self._replicas = buffers.communicator, buffers.replicas
+        self._copies, self._leaves = buffers.replicas.size, leaves
         self.each = leaves // (self._ranks.size * self._copies)
         self._index = 0  # of the running backward among this rank's
         self._refusal: RuntimeError | None = None

@@ -83,10 +83,10 @@ class BackwardEnd:
                 "backward(), or reset_iter_state()"
             )
         for unit in units:
-            handle = unit.handle
+            gradients = unit.buffers.gradients
             if not unit.defers:
                 continue
-            if handle.gradients.partly_summed or (handle.gradients.untaken and unit.options.syncs):
+            if gradients.partly_summed or (gradients.untaken and unit.options.syncs):
                 raise RuntimeError(
                     f"gradients of {unit.name} are summed over a part of the ranks only; call "
                     "set_requires_all_reduce(True) before the last backward that finalize_backward() ends"

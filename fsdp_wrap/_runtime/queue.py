@@ -46,7 +46,7 @@ class Queue:
         """Gives a unit whose forward begins what was gathered ahead, unless its shards have changed."""
         if unit in self._ahead:
             self._ahead.remove(unit)
-            if unit.handle.look():
+            if unit.buffers.look():
                 unit.reshard(Phase.FORWARD)
         elif self._ahead and unit.options.forward_prefetch and not unit.options.forward_targets:
             for wrong in self._ahead:  # the order has changed
@@ -61,7 +61,7 @@ class Queue:
             expected = order.next_in_forward()
             next_one = (expected,) if options.forward_prefetch and expected is not None else ()
             for target in options.forward_targets or next_one:
-                if target.handle.where is Where.SHARDED:
+                if target.buffers.where is Where.SHARDED:
                     self._ahead.append(target)
                     self._gather(target, Phase.FORWARD)
         else:
@@ -92,7 +92,7 @@ class Queue:
 
     def make_room_for(self, unit: Unit) -> None:
         """Makes room before the gather of a unit that a backward has reached, if one gradient takes much."""
-        segments, options = unit.handle.segments, unit.options
+        segments, options = unit.buffers.segments, unit.options
         # With gradients in place, memory counts more than overlap with the first of them.
         if (segments.bulky or (options.gradients_in_place and segments.sizeable)) and self.busy:
             self.make_room(options.most_reducing - 1)
@@ -102,17 +102,17 @@ class Queue:
 
     def takes_in_place(self, unit: Unit) -> bool:
         """Whether gradients may take the place of a unit's parameters now."""
-        options, handle, syncs = unit.options, unit.handle, self._step.syncs
+        options, buffers, syncs = unit.options, unit.buffers, self._step.syncs
         reduced = syncs and options.syncs and not torch.is_grad_enabled()
-        needed = unit.running or unit.arrivals.needed_to_end or handle.where is not Where.FULL
+        needed = unit.running or unit.arrivals.needed_to_end or buffers.where is not Where.FULL
         return reduced and not needed and after_backward(unit, syncs, keeps_graph=False) is Until.NOW
 
     def came_back(self, unit: Unit) -> None:
         """Gathers ahead, once the unit that a backward has reached is full."""
         options, prefetches = unit.options, unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
         if prefetches:
-            lends = options.gradients_in_place and unit.handle.segments.bulky and self.takes_in_place(unit)
-            if unit.handle.segments.trainable and (len(self._reducing) >= options.most_reducing or lends):
+            lends = options.gradients_in_place and unit.buffers.segments.bulky and self.takes_in_place(unit)
+            if unit.buffers.segments.trainable and (len(self._reducing) >= options.most_reducing or lends):
                 self._prefetching_later = unit  # until reductions in flight free their memory
             else:
                 self._prefetch(unit)
@@ -137,7 +137,7 @@ class Queue:
         for target in targets:
             if target is None or not target.options.unshards_in_backward:
                 continue
-            if target.handle.where is Where.SHARDED:
+            if target.buffers.where is Where.SHARDED:
                 self._gather(target, Phase.BACKWARD)
 
     def _next_to_unshard(self, unit: Unit) -> Unit | None:
@@ -152,7 +152,7 @@ class Queue:
     def before_gradients(self, unit: Unit, phase: Phase) -> None:
         """Makes room for a unit's gradients; a reduction of the unit must end before more are taken."""
         if self.busy:
-            in_flight = unit.handle.gradients.reduction is not None
+            in_flight = unit.buffers.gradients.reduction is not None
             self.make_room(0 if in_flight else unit.options.most_reducing - 1)
 
     def reduce(self, unit: Unit, phase: Phase) -> None:

@@ -218,7 +218,7 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     names = [
         unit.name_of(fqn)
         for unit in units
-        for sharded in (unit.params if _shows_shards(unit.handle) else ())
+        for sharded in (unit.params if _shows_shards(unit.buffers) else ())
         for fqn, numel in _shown_pieces(sharded)
         if mixed or (numel is not None and (vague or numel in sizes))
     ]
@@ -230,11 +230,11 @@ def name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
         )
 
 
-def _shows_shards(handle: Buffers) -> bool:
+def _shows_shards(buffers: Buffers) -> bool:
     """Whether modules show pieces of the original parameters."""
-    shards = any(sharded.resident is None for sharded in handle.params)
-    others = handle.where is Where.LENT and (handle.lent.shows_full or not handle.lent.summoned)
-    return shards and handle.shown.state is Showing.SHARDED and not others
+    shards = any(sharded.resident is None for sharded in buffers.params)
+    others = buffers.where is Where.LENT and (buffers.lent.shows_full or not buffers.lent.summoned)
+    return shards and buffers.shown.state is Showing.SHARDED and not others
 
 
 def _shown_pieces(sharded: ShardedParams) -> Iterable[tuple[str, int | None]]:
@@ -254,9 +254,9 @@ def refuse_alone(unit: Unit) -> None:
         )
 
 
-def refuse_without_backward(unit: Unit, handle: Buffers) -> None:
+def refuse_without_backward(unit: Unit, buffers: Buffers) -> None:
     """Refuses a forward after which this rank has no backward to reduce a tied unit's gradients in."""
-    if torch.is_grad_enabled() and handle.segments.trainable and unit.tied_to is not None:
+    if torch.is_grad_enabled() and buffers.segments.trainable and unit.tied_to is not None:
         raise RuntimeError(
             f"no output of {unit.tied_to.name} needs a gradient on rank {dist.get_rank()}, where {unit.name} "
             "may be skipped (allow_skipping) and trains: other ranks would wait for its gradients. Use "
@@ -290,7 +290,7 @@ class ParametrizationGuard:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         unit = self._unit()
-        if unit is not None and _shows_shards(unit.handle):
+        if unit is not None and _shows_shards(unit.buffers):
             raise RuntimeError(
                 f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
                 "read it inside summon_full_params"
@@ -328,10 +328,10 @@ def refuse_pieces(unit: Unit) -> None:
 
     `DTensor`s are allowed, since their operators communicate. So are unsharded parameters.
     """
-    handle = unit.handle
-    cut = handle.communicator.size > 1 or bool(distributed_names(handle.params))
+    buffers = unit.buffers
+    cut = buffers.communicator.size > 1 or bool(distributed_names(buffers.params))
     by_source: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
-    for sharded in handle.params:
+    for sharded in buffers.params:
         for extent, source in zip(sharded.layout.extents, sharded.sources):
             if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
                 by_source.setdefault(source, []).append((extent.fqn, len(extent.shape)))

@@ -71,7 +71,7 @@ class Schedule(Step):
         self._follow_user(self._units)
         for unit in self.units:
             self.reshard(unit)
-            unit.handle.become_sharded()
+            unit.buffers.become_sharded()
 
     def go_on_with(self, queue: Queue) -> None:
         """Replaces the queue by one that was made of it, between a forward and the next."""
@@ -81,13 +81,13 @@ class Schedule(Step):
 
     def unshard(self, unit: Unit) -> None:
         """Issues a unit's all-gather; the next iteration reuses its parameters unless they change."""
-        handle = unit.handle
+        buffers = unit.buffers
         if graph_task() == -1 and not self.depth:
             self._follow_user([unit])
-            if not handle.is_current:
+            if not buffers.is_current:
                 unit.reshard(Phase.IDLE)
-                if handle.where is Where.SHARDED:
-                    handle.follow_replaced()
+                if buffers.where is Where.SHARDED:
+                    buffers.follow_replaced()
         unit.gather(Phase.IDLE)
         unit.hold()
 
@@ -96,7 +96,7 @@ class Schedule(Step):
         self._follow_user([unit])
         unit.unshard(Phase.IDLE)
         unit.prepare_leaves()
-        unit.handle.shown.show_leaves()
+        unit.buffers.shown.show_leaves()
 
     @contextmanager
     def showing(self, unit: Unit) -> Iterator[None]:
@@ -116,14 +116,14 @@ class Schedule(Step):
         self.end_failed_backward()
         unit.reshard(Phase.IDLE)
         if not unit.running:
-            unit.handle.reshard()  # frees shards within a smaller group as well
+            unit.buffers.reshard()  # frees shards within a smaller group as well
 
     @torch.no_grad()
     def finalize(self) -> None:
         """Ends by hand all backwards since the last end, except for `await_reduction`."""
         if not self.iteration:
             return
-        if any(unit.handle.replicas.size > 1 for unit in self._units):
+        if any(unit.buffers.replicas.size > 1 for unit in self._units):
             self.queue.make_room()  # starts sums over replicas
         self.ending.check(self.root, self._units, self._backward_open or graph_task() != -1)
         for unit in self._units:
@@ -132,7 +132,7 @@ class Schedule(Step):
     @torch.no_grad()
     def end_backwards_of(self, unit: Unit) -> None:
         """Ends by hand the backwards of one unit, except for `await_reduction`."""
-        unit.handle.gradients.forget_zeroed()
+        unit.buffers.gradients.forget_zeroed()
         self._leave_backward(unit, Phase.IDLE)
         self._take_gradients(unit, Phase.IDLE)
 

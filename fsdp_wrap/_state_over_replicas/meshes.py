@@ -39,7 +39,7 @@ class StateOverReplicas:
 
     @staticmethod
     def transport(within: Communicator, across: Communicator) -> Callable[[Buffers], Any]:
-        """Returns a function that makes the transport of a handle; see `StagedTransport`."""
+        """Returns a function that makes the transport of a unit's buffers; see `StagedTransport`."""
         return attrgetter("communicator") if across.size == 1 else partial(StagedTransport, within, across)
 
     @staticmethod

@@ -173,7 +173,7 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Schedule]:
                     f"{unit.name} is reproducible, and {doing} lets ranks have different numbers of "
                     "micro-batches: call Reproducible.remove() first"
                 )
-            if unit.handle.gradients.accumulated:
+            if unit.buffers.gradients.accumulated:
                 raise RuntimeError(
                     f"gradients of {unit.name} that no_sync left on rank {dist.get_rank()} wait for a "
                     f"backward: run it before {doing}, or accumulate inside"

@@ -191,7 +191,7 @@ class FlatHandle:
         return f"{type(self).__name__} of {', '.join(self._owner.layout.fqns)}"
 
     _unit = property(attrgetter("_wrapper._unit"))
-    _segment = property(lambda self: self._unit.handle.segments[self._number])
+    _segment = property(lambda self: self._unit.buffers.segments[self._number])
 
     _shard = property(attrgetter("_segment.params.flat_param"))
     _owner = property(lambda self: _params_of(self._shard))
@@ -210,14 +210,14 @@ class FlatHandle:
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Moves or casts the shard, by the arguments of `Tensor.to`; its gradient goes with it."""
         schedule_of(self._unit).require_idle("flat_param_to()")
-        if not self._unit.handle.become_sharded():
+        if not self._unit.buffers.become_sharded():
             raise RuntimeError(
                 f"flat_param_to() must not run inside summon_full_params, or while a state dict of "
                 f"{self._unit.name} is taken or loaded"
             )
         self._shard.data = self._shard.data.to(*args, **kwargs)
         self._shard.shard_alias = None
-        self._unit.handle.follow_replaced()
+        self._unit.buffers.follow_replaced()
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Frees the unit's full parameters, or only lets the modules show sharded ones."""
@@ -225,11 +225,11 @@ class FlatHandle:
         if free_unsharded_flat_param:
             schedule_of(unit).reshard(unit)
         elif not unit.running:
-            unit.handle.shown.show_sharded()
+            unit.buffers.shown.show_sharded()
 
     def needs_unshard(self) -> bool:
         """Whether the full parameters are freed."""
-        return self._unit.handle.where is Where.SHARDED and self.uses_sharded_strategy
+        return self._unit.buffers.where is Where.SHARDED and self.uses_sharded_strategy
 
     def _get_padded_unsharded_flat_param(self) -> Any:
         """Returns a copy of the unsharded buffer, or nothing while that is freed."""
@@ -245,8 +245,8 @@ class FlatHandle:
     )
 
     def _follow_upcast(self, dtype: torch.dtype) -> None:
-        if self._unit.handle.where is Where.SHARDED:
-            self._unit.handle.follow_replaced()
+        if self._unit.buffers.where is Where.SHARDED:
+            self._unit.buffers.follow_replaced()
 
     _orig_param_dtype = property(
         attrgetter("_shard.dtype"), _follow_upcast, doc="Dtype of the shard; accelerate assigns it."
@@ -255,7 +255,7 @@ class FlatHandle:
 
 def _computes(unit: Unit) -> bool:
     """Whether a unit's forward or backward runs on its full parameters."""
-    unsharded = bool(unit.params) and unit.handle.where is Where.FULL
+    unsharded = bool(unit.params) and unit.buffers.where is Where.FULL
     return unsharded and unit.doing is not Doing.REST
 
 
@@ -319,8 +319,7 @@ class _Wrapper(FullyShardedDataParallel):
 
     @cached_property
     def _flat_handles(self) -> list[FlatHandle]:
-        handle = self._unit.handle
-        return [FlatHandle(self, number) for number in range(len(handle.segments))]
+        return [FlatHandle(self, number) for number in range(len(self._unit.segments))]
 
     params = property(
         lambda self: [handle.flat_param for handle in self._flat_handles],

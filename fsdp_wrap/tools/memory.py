@@ -68,7 +68,7 @@ def is_for_memory(error: BaseException) -> bool:
 def memory_lines(units: Sequence[Unit]) -> Iterator[str]:
     """Yields lines about the units' memory now: in all, by unit that is not only sharded, and the plan."""
     yield f"{_HEADING} (rank {dist.get_rank() if dist.is_initialized() else 0}, {_where(units)}):"
-    rows = [_UnitMemory.of(unit.name, unit.handle) for unit in units if unit.params]
+    rows = [_UnitMemory.of(unit.name, unit.buffers) for unit in units if unit.params]
     full, gradients, shards = (
         format_bytes(sum(getattr(row, name) for row in rows)) for name in ("full", "gradients", "shards")
     )
@@ -98,13 +98,13 @@ class _UnitMemory(NamedTuple):
     shards: int
 
     @classmethod
-    def of(cls, name: str, handle: Buffers) -> _UnitMemory:
-        unsharded = handle.where in (Where.GATHERING, Where.FULL) or handle.lent.summoned
-        full = handle.segments.unsharded_nbytes if unsharded else 0
-        held = handle.gradients.reduction is not None or handle.gradients.accumulated
-        gradients = handle.gradients.reduced_nbytes if held else 0
+    def of(cls, name: str, buffers: Buffers) -> _UnitMemory:
+        unsharded = buffers.where in (Where.GATHERING, Where.FULL) or buffers.lent.summoned
+        full = buffers.segments.unsharded_nbytes if unsharded else 0
+        held = buffers.gradients.reduction is not None or buffers.gradients.accumulated
+        gradients = buffers.gradients.reduced_nbytes if held else 0
         return cls(
-            name, handle.where, full, gradients, sum(segment.shard.nbytes for segment in handle.segments)
+            name, buffers.where, full, gradients, sum(segment.shard.nbytes for segment in buffers.segments)
         )
 
 

@@ -87,14 +87,14 @@ _RESHARD, _FINISH, _WRITE = Unit.reshard, Reduction.finish, FromHost.write
 
 
 def _careless(unit, phase, within=None):
-    handle = unit.handle
-    if handle.where is not Where.GATHERING:
+    buffers = unit.buffers
+    if buffers.where is not Where.GATHERING:
         _RESHARD(unit, phase, within)
         return
-    for segment in handle.segments:
+    for segment in buffers.segments:
         segment.gathered.free()
         segment.free()
-    handle._gathering, handle.where = Finished(), Where.SHARDED
+    buffers._gathering, buffers.where = Finished(), Where.SHARDED
 
 
 def _too_early(reduction):

@@ -29,7 +29,7 @@ class GatherUses(PlugIn):
         if what is Computing.RECOMPUTE:
             self._recomputes = True
             _check_recomputed(unit)
-        if not _serve(unit.handle.segments.extended, _USES[what]):
+        if not _serve(unit.buffers.segments.extended, _USES[what]):
             unit.reshard(Phase.FORWARD if what is Computing.FORWARD else Phase.BACKWARD)
 
     def to_gather(self, units: tuple[Any, ...], phase: Phase) -> None:
@@ -37,8 +37,8 @@ class GatherUses(PlugIn):
         use = Use.BACKWARD if phase is Phase.BACKWARD else Use.FORWARD
         both = _stays(unit) or (use is Use.BACKWARD and self._recomputes)
         wanted = Use.BOTH if both else use
-        made_anew = [segment.prepare(wanted) for segment in unit.handle.segments.extended]
-        unit.handle.segments.follow_subclasses(any(made_anew))
+        made_anew = [segment.prepare(wanted) for segment in unit.buffers.segments.extended]
+        unit.buffers.segments.follow_subclasses(any(made_anew))
 
 
 def tell_use(segments: Iterable[ExtensionSegment], whether_both: bool = False) -> Use | None:
@@ -60,7 +60,7 @@ def _stays(unit: Any) -> bool:
 
 def _check_recomputed(unit: Any) -> None:
     """Refuses a recomputation for which no values can be gathered."""
-    segments = unit.handle.segments.extended
+    segments = unit.buffers.segments.extended
     if all(segment.made_for is None for segment in segments):
         return
     if not all(segment.gives_both for segment in segments):
@@ -70,7 +70,7 @@ def _check_recomputed(unit: Any) -> None:
         )
     elif unit.plug_ins.align:
         why = "runs inside uneven() or Join, where ranks without a batch could not tell what is gathered"
-    elif unit.handle.gradients.in_place and not _serve(segments, Use.BOTH):
+    elif unit.buffers.gradients.in_place and not _serve(segments, Use.BOTH):
         why = "has gradients in the place of its parameters: call set_gradients_in_place(model, False)"
     else:
         return
