@@ -32,7 +32,7 @@ _OF_FILES = {
     "_runtime/arrivals.py": HOOKS,
     "_runtime/same_model.py": POSITIONS,
     "_params/": COPIES,
-    "_params/handle.py": DECIDING,
+    "_params/buffers.py": DECIDING,
     "_params/showing.py": SHOWING,
     "_core/": DECIDING,
     "_core/modules.py": SHOWING,

@@ -27,11 +27,11 @@ from fsdp_wrap._by_hand import (
 from fsdp_wrap._checks import converted, refuse_replaced, require_root
 from fsdp_wrap._core import UNIT_ATTR, listed, not_picklable
 from fsdp_wrap._custom_comms import allocate_by_group, allocate_symmetric, hook_reductions, use_comms
-from fsdp_wrap._params import Layout, ParamHandle, Where, make_copyable
+from fsdp_wrap._params import Buffers, Layout, Where, make_copyable
 from fsdp_wrap._runtime import (
     Step,
     Unit,
-    handles_of,
+    buffers_of,
     run_forward,
     step_of,
     units_in,
@@ -141,8 +141,8 @@ class FSDPModule(nn.Module):
             keep: Whether the memory stays allocated.
             recurse: Also set it for the units below.
         """
-        for handle in self.__handles(recurse):
-            handle.keep_storage(keep)
+        for buffers in self.__buffers(recurse):
+            buffers.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward gathers this unit's parameters; an embedding's backward does not need them.
@@ -290,8 +290,8 @@ class FSDPModule(nn.Module):
         """
         if not 0 < abs(factor) < float("inf"):  # nor NaN
             raise ValueError(f"the divisor of gradients must be finite and not 0, but is {factor}")
-        for handle in self.__handles(False):
-            handle.divide_gradients_by(factor)
+        for buffers in self.__buffers(False):
+            buffers.gradients.divide_by(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`.
@@ -354,7 +354,7 @@ class FSDPModule(nn.Module):
         require_idle([self.__schedule.root], "setting a custom collective")
         for unit in _unit_of(self).over_all_meshes:
             if unit.params:
-                use_comms(unit.handle, unit.name, **comms)
+                use_comms(unit.buffers, unit.name, **comms)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Sets whether the process group's own allocator allocates this unit's communication buffers.
@@ -401,7 +401,7 @@ class FSDPModule(nn.Module):
         """
         require_idle([self.__schedule.root], "choosing the process group of reductions")
         for unit in self.__units(recurse):
-            unit.handle.communicator.reduce_apart(enable)
+            unit.buffers.communicator.reduce_apart(enable)
             unit.set(reduces_apart=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -463,10 +463,10 @@ class FSDPModule(nn.Module):
             converted(member, fn, "they live where their mesh does")
         self.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for handle in self.__handles(False):
-            if handle.where is Where.SHARDED:
-                if not unit.parts or _shows_one_kind(handle):  # parts are converted one by one
-                    handle.follow_replaced()
+        for buffers in self.__buffers(False):
+            if buffers.where is Where.SHARDED:
+                if not unit.parts or _shows_one_kind(buffers):  # parts are converted one by one
+                    buffers.follow_replaced()
         return self
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
@@ -475,9 +475,9 @@ class FSDPModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the text of the module's class, and where state and shards lie."""
-        handles = self.__handles(False)
-        layouts = [segment.layout for handle in handles for segment in handle.segments]
-        staged = "state over replicas" if any(handle.staged for handle in handles) else ""
+        all_buffers = self.__buffers(False)
+        layouts = [segment.layout for buffers in all_buffers for segment in buffers.segments]
+        staged = "state over replicas" if any(buffers.staged for buffers in all_buffers) else ""
         return ", ".join(filter(None, [super().extra_repr(), staged, _format_alignment(layouts)]))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -500,10 +500,10 @@ class FSDPModule(nn.Module):
         """
         self.reshard()
         for unit in _unit_of(self).over_all_meshes:
-            handle = unit.handle
-            if handle.where is Where.SHARDED and not handle.without_values:
-                handle.follow_replaced()
-                for segment in handle.segments:
+            buffers = unit.buffers
+            if buffers.where is Where.SHARDED and not buffers.segments.without_values:
+                buffers.follow_replaced()
+                for segment in buffers.segments:
                     refuse_replaced(unit, segment.params)
         earlier = len((args[0] if args else kwargs.get("destination")) or ())
         destination = super().state_dict(*args, **kwargs)
@@ -551,8 +551,8 @@ class FSDPModule(nn.Module):
     def __units(self, recurse: bool) -> Iterable[Unit]:
         return dict.fromkeys(units_in(self).values()) if recurse else _unit_of(self).over_all_meshes
 
-    def __handles(self, recurse: bool) -> list[ParamHandle]:
-        return handles_of(self.__units(recurse))
+    def __buffers(self, recurse: bool) -> list[Buffers]:
+        return buffers_of(self.__units(recurse))
 
     def __set(self, recurse: bool, **options: Any) -> None:
         for unit in self.__units(recurse):
@@ -636,9 +636,9 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
     return tuple(unit for module in modules for unit in _unit_of(module).over_all_meshes)
 
 
-def _shows_one_kind(handle: ParamHandle) -> bool:
+def _shows_one_kind(buffers: Buffers) -> bool:
     """Returns whether each segment's shown parameters have one dtype, and all or none are meta tensors."""
-    shown = ([param for param in sharded.display.shown() if param is not None] for sharded in handle.params)
+    shown = ([param for param in sharded.display.shown() if param is not None] for sharded in buffers.params)
     return all(len({(param.dtype, param.is_meta) for param in params}) == 1 for params in shown)
 
 

@@ -29,13 +29,13 @@ class FullInEval(PlugIn):
 
 def _follow_mode(unit: Unit) -> None:
     """Switches a unit to its module mode's precision; raises while gradients accumulate."""
-    in_full, handle = _computes_in_full(unit), unit.handle
-    if handle.in_full == in_full:
+    in_full, buffers = _computes_in_full(unit), unit.buffers
+    if buffers.segments.in_full == in_full:
         return
     unit.reshard(Phase.IDLE)
-    if unit.params and handle.where is not Where.SHARDED:
+    if unit.params and buffers.where is not Where.SHARDED:
         return  # it is in the user's hands
-    if handle.accumulates:
+    if buffers.gradients.accumulated:
         raise RuntimeError(
             f"{unit.name} went to {'eval' if in_full else 'train'} mode, and so to another precision "
             f"({FULL_PRECISION_IN_EVAL}=1), on rank {dist.get_rank()} while gradients left by no_sync "
@@ -50,4 +50,4 @@ def _computes_in_full(unit: Unit) -> bool:
         return False
     if not unit.params:
         return not unit.options.casts.restores_outputs  # casts that restore outputs cast to full precision
-    return unit.handle.mixes
+    return unit.buffers.segments.mix_dtypes

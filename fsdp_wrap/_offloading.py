@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_wrap._comm import Accelerator, await_copies
+from fsdp_wrap._comm import Accelerator, FromHost, await_copies
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind
-from fsdp_wrap._params import EmptyHandle, ParamHandle, ShardedParams, Where
+from fsdp_wrap._params import Buffers, NoBuffers, ShardedParams, Where
 from fsdp_wrap._runtime import Unit
 
 
@@ -23,7 +23,7 @@ class Offloading(PlugIn):
 
     def __init__(self, units: Sequence[Unit], accelerator: Accelerator) -> None:
         self._units, self._accelerator = units, accelerator
-        self._ahead: ParamHandle = EmptyHandle()
+        self._ahead: Buffers = NoBuffers()
         self._arriving: list[Unit] = []
 
     # parameters
@@ -32,7 +32,7 @@ class Offloading(PlugIn):
         """Discards device copies of shards: users may write to shards unnoticed."""
         self._recall()
         for unit in units:
-            for copier in unit.handle.from_host:
+            for copier in _copiers(unit.buffers):
                 copier.outdate()
 
     def expects(self, unit: Unit | None) -> None:
@@ -41,33 +41,34 @@ class Offloading(PlugIn):
         Skips groups of one rank: the shard is the whole unit there, and sending it ahead would be a prefetch,
         which takes as much memory and is the user's choice.
         """
-        if unit is None or unit.handle is self._ahead or unit.handle.communicator.size == 1:
+        if unit is None or unit.buffers is self._ahead or unit.buffers.communicator.size == 1:
             return
-        handle = unit.handle
+        buffers = unit.buffers
         if (
-            handle.where is not Where.SHARDED
-            or handle.post_forward_shards is not None
-            or handle.without_values
+            buffers.where is not Where.SHARDED
+            or buffers.post_forward_shards is not None
+            or buffers.segments.without_values
         ):
             return
         self._recall()
-        handle.look()  # or the gather would notice changed values and copy again
-        self._ahead = handle
-        nbytes = sum(part.nbytes for part in handle.from_host)
+        buffers.look()  # or the gather would notice changed values and copy again
+        self._ahead = buffers
+        copiers = _copiers(buffers)
+        nbytes = sum(copier.nbytes for copier in copiers)
         with unit.plug_ins.span(SpanKind.COPY, None, (unit,), nbytes):
-            for copier in handle.from_host:
-                copier.send_ahead(handle.communicator.empty)
+            for copier in copiers:
+                copier.send_ahead(buffers.communicator.empty)
 
     def _recall(self) -> None:
-        ahead, self._ahead = self._ahead, EmptyHandle()
-        for copier in ahead.from_host:
+        ahead, self._ahead = self._ahead, NoBuffers()
+        for copier in _copiers(ahead):
             copier.recall()
 
     def computed(self, unit: Any, what: Computing) -> None:
         """Waits, after an outermost forward, for copies from shards: the user may write to shards now."""
         if what is Computing.FORWARD and not unit.step.depth:
             self._recall()
-            if any(copier.lends for other in self._units for copier in other.handle.from_host):
+            if any(copier.lends for other in self._units for copier in _copiers(other.buffers)):
                 self._await_copies()
 
     def _await_copies(self) -> None:
@@ -86,7 +87,7 @@ class Offloading(PlugIn):
             for sharded in before.params:
                 sharded.gradients.release_arriving()
             if any(sharded.gradients.has_hooks for sharded in before.params):
-                add = before.handle.take_arriving()
+                add = before.buffers.gradients.take_arriving()
                 if add is not None:
                     add()
         self._arriving.append(unit)
@@ -110,3 +111,8 @@ class Offloading(PlugIn):
         """Returns the parameters whose gradients are on their way; from now on none is."""
         arriving, self._arriving = self._arriving, []
         return [sharded for unit in arriving for sharded in unit.params]
+
+
+def _copiers(buffers: Buffers) -> list[FromHost]:
+    """Returns the copiers of shards in host memory to the device."""
+    return [segment.from_host for segment in buffers.segments if segment.from_host is not None]

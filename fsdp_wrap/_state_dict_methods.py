@@ -39,7 +39,7 @@ from fsdp_wrap._state import (
     only_rank,
     refitted,
     rekey_optim_state_dict,
-    sharded_handles,
+    sharded_buffers,
     sharded_optim_state_dict,
     take_state_dict,
     taking,
@@ -186,8 +186,8 @@ class StateDictMethods(nn.Module):
             if outermost:
                 require_idle([self._unit], "state_dict()")
                 # Refuses replaced parameters, before any communication.
-                handles = sharded_handles(units_in(self).values())
-                asked = [handle.communicator.positions for handle in handles if gathers(settings)]
+                all_buffers = sharded_buffers(units_in(self).values())
+                asked = [buffers.communicator.positions for buffers in all_buffers if gathers(settings)]
                 opened.enter_context(calling("state_dict()", asked))
             for pre_hook in self._state_dict_pre_hooks.values():
                 pre_hook(self, prefix, keep_vars)

@@ -25,7 +25,7 @@ from fsdp_wrap._comm import calling, deaths_told
 from fsdp_wrap._core import clean_fqn, joined
 from fsdp_wrap._core.torch_private import IncompatibleKeys, StridedShard, torch_gathers
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, FlatParameter, IntervalTensor
-from fsdp_wrap._runtime import handles_of, units_in
+from fsdp_wrap._runtime import buffers_of, units_in
 from fsdp_wrap._state import refuse_shared
 from fsdp_wrap.distributed_state_dict import (
     is_wrapped,
@@ -70,8 +70,8 @@ def _ask_first(
         with deaths_told(), calling(name):
             return own(model, *args)
     info = args[-1]
-    asked = handles_of(units) if info.full_state_dict or info.broadcast_from_rank0 else ()
-    communicators = dict.fromkeys(handle.communicator for handle in asked)
+    asked = buffers_of(units) if info.full_state_dict or info.broadcast_from_rank0 else ()
+    communicators = dict.fromkeys(buffers.communicator for buffers in asked)
     with deaths_told(), calling(name, [communicator.positions for communicator in communicators]):
         for communicator in communicators:  # torch's own collectives would wait for long, and name nobody
             communicator.agree(name, {"full_state_dict": info.full_state_dict})

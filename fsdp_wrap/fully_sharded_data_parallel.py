@@ -289,22 +289,22 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
 
     def extra_repr(self) -> str:
         """Returns one line: the strategy, this rank's elements of each dtype, and batches."""
-        handle = self._unit.handle
-        if not handle.params:
+        buffers = self._unit.buffers
+        if not buffers.params:
             return f"{self.sharding_strategy.name}, no parameters of its own"
-        copies = f" x {handle.replicas.size} copies" if handle.replicas.size > 1 else ""
-        copies += " (state over replicas)" if handle.staged else ""
+        copies = f" x {buffers.replicas.size} copies" if buffers.replicas.size > 1 else ""
+        copies += " (state over replicas)" if buffers.staged else ""
         ways = [
-            communicator.way for communicator in (handle.communicator, handle.replicas) if communicator.way
+            communicator.way for communicator in (buffers.communicator, buffers.replicas) if communicator.way
         ]
         way = f", through {ways[0]}" if ways else ""
         others = step_of(self._unit).queue.gathered_with(self._unit) if self._unit.step else []
         if others:
             way += f", gathered with {listed(map(repr, others), 3)}"
-        held = ", ".join(segment.describe() for segment in handle.segments)
+        held = ", ".join(segment.describe() for segment in buffers.segments)
         return (
-            f"{self.sharding_strategy.name}, rank {handle.communicator.rank} of "
-            f"{handle.communicator.size}{copies}, holds {held}{way}"
+            f"{self.sharding_strategy.name}, rank {buffers.communicator.rank} of "
+            f"{buffers.communicator.size}{copies}, holds {held}{way}"
         )
 
     def check_is_root(self) -> bool:
@@ -511,8 +511,8 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
             _check_conversion(unit, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for unit in units:
-            if unit.handle.where is Where.SHARDED:
-                unit.handle.follow_replaced()
+            if unit.buffers.where is Where.SHARDED:
+                unit.buffers.follow_replaced()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:

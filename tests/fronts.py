@@ -139,8 +139,8 @@ def assert_sharded(model: nn.Module) -> None:
     """Asserts that no unit computes or shows full parameters."""
     for unit in units_in(model).values():
         assert not unit.running, unit.fqn
-        handle = unit.handle
-        assert not unit.params or handle.where.name == "SHARDED" or handle.stays.name == "EARLIER", unit.fqn
+        buffers = unit.buffers
+        assert not unit.params or buffers.where.name == "SHARDED" or buffers.stays.name == "EARLIER", unit.fqn
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -112,8 +112,8 @@ def full_grads(model: FSDP) -> dict[str, torch.Tensor]:
 
     Gradients are moved into the place of the parameters, whose full form the state dict gives.
     """
-    handles = [unit._unit.handle for unit in FSDP.fsdp_modules(model) if unit._unit.params]
-    sharded = [segment.params for handle in handles for segment in handle.segments]
+    all_buffers = [unit._unit.buffers for unit in FSDP.fsdp_modules(model) if unit._unit.params]
+    sharded = [segment.params for buffers in all_buffers for segment in buffers.segments]
     holders = {id(param): param for params in sharded for param in params.sources}
     kept = {key: param.detach().clone() for key, param in holders.items()}
     with torch.no_grad():

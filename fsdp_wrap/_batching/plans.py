@@ -22,7 +22,7 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, unit: Unit) -> Member:
-        return cls(unit, unit.options, unit.handle.generation)
+        return cls(unit, unit.options, unit.buffers.segments.generation)
 
 
 class GatherPlan(NamedTuple):
@@ -44,14 +44,14 @@ class GatherPlan(NamedTuple):
 def can_gather(members: Iterable[Member]) -> bool:
     """Whether all members are sharded, with all to gather, and unchanged since the plan."""
     for unit, options, generation in members:
-        handle = unit.handle
-        if handle.where is not Where.SHARDED:
+        buffers, segments = unit.buffers, unit.buffers.segments
+        if buffers.where is not Where.SHARDED or unit.options is not options:
             return False
-        if unit.options is not options or handle.generation != generation or handle.without_values:
+        if segments.generation != generation or segments.without_values:
             return False
-        if handle.post_forward_shards is not None:  # little is left to gather
+        if buffers.post_forward_shards is not None:  # little is left to gather
             return False
-        if handle.transport is not handle.communicator or handle.keeps_storage:
+        if buffers.transport is not buffers.communicator or segments.keeps_memory:
             return False
     return True
 
@@ -76,12 +76,12 @@ class ReductionPlan(NamedTuple):
     def fits(self) -> bool:
         """Whether all members are unchanged since the plan, and no reduction of theirs is in flight."""
         for unit, options, generation in self.members:
-            handle = unit.handle
-            if handle.reduction is not None or unit.options is not options:
+            buffers = unit.buffers
+            if buffers.gradients.reduction is not None or unit.options is not options:
                 return False
-            if handle.transport is not handle.communicator or handle.has_own_reduction:
+            if buffers.transport is not buffers.communicator or buffers.gradients.has_own_reduction:
                 return False
-            if handle.generation != generation or handle.keeps_storage:
+            if buffers.segments.generation != generation or buffers.segments.keeps_memory:
                 return False
         return True
 
@@ -105,10 +105,10 @@ class BatchedReduction:
 
     def take(self, unit: Unit) -> bool:
         """Takes a unit's gradients; returns False if they are not as planned: the unit reduces alone."""
-        handle, gradients = unit.handle, self._plan.gradients
-        segments, expected = handle.reduced_segments(), self._plan.segments[unit]
+        buffers, gradients = unit.buffers, self._plan.gradients
+        segments, expected = buffers.gradients.reduced_segments(), self._plan.segments[unit]
         self.missing.remove(unit)
-        same = [*map(handle.segments.index, segments)] == expected
+        same = [*map(buffers.segments.index, segments)] == expected
         if not same or {segment.gradients.buffer_dtype for segment in segments} != {gradients.dtype}:
             return False
         begin = None if self.taken else gradients.allocate
@@ -117,7 +117,7 @@ class BatchedReduction:
             begin = None
         self.taken.append(unit)
         self._segments += segments
-        handle.join(self)
+        buffers.gradients.join(self)
         return True
 
     def send(self, phase: Phase) -> None:
@@ -125,7 +125,7 @@ class BatchedReduction:
         taken, plan = self.taken, self._plan
         if not taken:
             return
-        first, handle = taken[0], taken[0].handle
+        first, buffers = taken[0], taken[0].buffers
         units, in_copy = (*taken,), first.defers
         for act in first.plug_ins.to_reduce:
             act(units, phase, in_copy)
@@ -134,7 +134,7 @@ class BatchedReduction:
         with first.plug_ins.span(SpanKind.REDUCE, phase, units, nbytes):
             pending, shard, parts = plan.gradients.reduce(numbers)
         self.partial = in_copy
-        replicas = None if in_copy else handle.replicas
+        replicas = None if in_copy else buffers.replicas
         self._reduction = Reduction(self._segments, parts, pending, replicas, [shard])
         for unit in taken:
             for act in unit.plug_ins.reduces:
@@ -167,7 +167,7 @@ class BatchedReduction:
     def _end(self) -> Reduction | None:
         taken, self.taken, self.missing, self._segments = self.taken, [], [], []
         for unit in taken:
-            unit.handle.leave_reduction(self.partial)
+            unit.buffers.gradients.leave(self.partial)
         reduction, self._reduction = self._reduction, None
         return reduction
 

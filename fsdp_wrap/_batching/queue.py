@@ -23,10 +23,10 @@ from fsdp_wrap._core import (
     Phase,
     SpanKind,
 )
-from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle, Segment, Where
+from fsdp_wrap._params import BatchedGather, BatchedGradients, Buffers, Segment, Where
 from fsdp_wrap._runtime import Queue, Reducing, Step, Unit
 
-_REDUCED_NBYTES: Callable[[ParamHandle], int] = attrgetter("reduced_nbytes")
+_REDUCED_NBYTES: Callable[[Buffers], int] = attrgetter("gradients.reduced_nbytes")
 
 
 class BatchingQueue(Queue):
@@ -51,16 +51,16 @@ class BatchingQueue(Queue):
     def enter(self, unit: Unit) -> None:
         if self._ahead:
             super().enter(unit)
-        if unit.handle.where is Where.SHARDED and unit.handle.batch_nbytes <= self._most:
+        if unit.buffers.where is Where.SHARDED and unit.buffers.segments.batch_nbytes <= self._most:
             self._gather(unit, Phase.FORWARD)
 
     def come_back(self, unit: Unit) -> None:
-        if unit.handle.where is Where.SHARDED and unit.handle.batch_nbytes <= self._most:
+        if unit.buffers.where is Where.SHARDED and unit.buffers.segments.batch_nbytes <= self._most:
             self._gather(unit, Phase.BACKWARD)
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
         """Issues the gather of a sharded unit, batched with units that are expected next."""
-        if unit.handle.batch_nbytes > self._most:
+        if unit.buffers.segments.batch_nbytes > self._most:
             unit.gather(phase)
             return
         forward = phase is Phase.FORWARD
@@ -74,13 +74,13 @@ class BatchingQueue(Queue):
         units = tuple([member.unit for member in plan.members])
         for act in unit.plug_ins.to_gather:
             act(units, phase)
-        segments = [member.handle.segments for member in units]
+        segments = [member.buffers.segments for member in units]
         with unit.plug_ins.span(SpanKind.GATHER, phase, units, plan.nbytes):
             shares = plan.batch.issue(segments)
         for member, share in zip(units, shares):
-            member.handle.gather(share)
+            member.buffers.gather(share)
             for act in member.plug_ins.gathers:
-                act(member, phase, member.handle.unsharded_nbytes, plan.names)
+                act(member, phase, member.buffers.segments.unsharded_nbytes, plan.names)
         if forward:
             self._ahead += units[1:]
 
@@ -96,41 +96,43 @@ class BatchingQueue(Queue):
             next_one for next_one in coming if next_one.options.unshards_in_backward or phase is Phase.FORWARD
         ]
         if expected and self._can_join(unit):
-            run += self._companions(unit, expected, self._can_join, lambda handle: handle.batch_nbytes)
+            run += self._companions(
+                unit, expected, self._can_join, lambda buffers: buffers.segments.batch_nbytes
+            )
         if len(run) == 1:
             return None
-        handles = [unit.handle for unit in run]
-        batch = BatchedGather(handles[0].communicator, [handle.segments for handle in handles])
-        nbytes = sum(handle.unsharded_nbytes for handle in handles)
+        all_buffers = [unit.buffers for unit in run]
+        batch = BatchedGather(all_buffers[0].communicator, [buffers.segments for buffers in all_buffers])
+        nbytes = sum(buffers.segments.unsharded_nbytes for buffers in all_buffers)
         plan = GatherPlan(coming, [*map(Member.of, run)], batch, names_of(run), nbytes)
         self._gathers[unit, phase] = plan
         return plan
 
     def _can_join(self, unit: Unit) -> bool:
-        handle = unit.handle
-        if handle.communicator.size == 1 or not can_gather([Member.of(unit)]):
+        buffers = unit.buffers
+        if buffers.communicator.size == 1 or not can_gather([Member.of(unit)]):
             return False
-        return self._is_small(unit, handle, handle.batch_nbytes) and self._ranks.know_gather_of(unit)
+        return self._is_small(unit, buffers.segments.batch_nbytes) and self._ranks.know_gather_of(unit)
 
-    def _is_small(self, unit: Unit, handle: ParamHandle, nbytes: int) -> bool:
+    def _is_small(self, unit: Unit, nbytes: int) -> bool:
         """Whether a unit may be batched, as far as the conditions are the same for gathers and reductions."""
         fits = 0 < nbytes <= self._most and not unit.plug_ins.brings
-        return fits and handle.can_be_batched
+        return fits and _can_be_batched(unit.buffers)
 
     def _companions(
         self,
         unit: Unit,
         coming: Iterable[Unit],
         may: Callable[[Unit], bool],
-        size: Callable[[ParamHandle], int],
+        size: Callable[[Buffers], int],
     ) -> list[Unit]:
         """Returns the coming units that fit in a batch with a unit; skips units that may not be batched."""
-        kin, left = _same_ways(unit), self._most - size(unit.handle)
+        kin, left = _same_ways(unit), self._most - size(unit.buffers)
         companions: list[Unit] = []
         for other in coming:
             if other is unit or other in companions or not may(other) or _same_ways(other) != kin:
                 continue
-            left -= size(other.handle)
+            left -= size(other.buffers)
             if left < 0:
                 break
             companions.append(other)
@@ -145,7 +147,7 @@ class BatchingQueue(Queue):
             super().before_gradients(unit, phase)
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
-        alone = unit.handle.batch_nbytes > self._most or phase is Phase.IDLE
+        alone = unit.buffers.segments.batch_nbytes > self._most or phase is Phase.IDLE
         if alone or not self._take(unit):
             super().reduce(unit, phase)
         if self._waiting is not None and not self._waiting.missing:
@@ -210,38 +212,47 @@ class BatchingQueue(Queue):
         first: dict[Unit, int] = {}
         taking: list[Segment] = []
         for member in units:
-            handle, first[member] = member.handle, len(taking)
-            segments = handle.reduced_segments()
-            numbers[member] = [*map(handle.segments.index, segments)]
+            buffers, first[member] = member.buffers, len(taking)
+            segments = buffers.gradients.reduced_segments()
+            numbers[member] = [*map(buffers.segments.index, segments)]
             taking += segments
-        gradients = BatchedGradients(unit.handle.communicator, taking)
+        gradients = BatchedGradients(unit.buffers.communicator, taking)
         members = [*map(Member.of, units)]
-        nbytes = {member: member.handle.reduced_nbytes for member in units}
+        nbytes = {member: member.buffers.gradients.reduced_nbytes for member in units}
         plan = ReductionPlan(coming, members, numbers, first, gradients, nbytes)
         self._reductions[unit, defers] = plan
         return plan
 
     def _may_wait(self, unit: Unit) -> bool:
-        handle = unit.handle
-        if handle.reduction is not None or not handle.trainable or not unit.options.syncs:
+        buffers, gradients = unit.buffers, unit.buffers.gradients
+        if gradients.reduction is not None or not buffers.segments.trainable or not unit.options.syncs:
             return False
-        if not self._is_small(unit, handle, handle.reduced_nbytes) or not handle.communicator.keeps_notes:
+        if not self._is_small(unit, gradients.reduced_nbytes) or not buffers.communicator.keeps_notes:
             return False
-        if handle.communicator.size == handle.replicas.size == 1:  # nothing is communicated
+        if buffers.communicator.size == buffers.replicas.size == 1:  # nothing is communicated
             return False
         one = not unit.plug_ins.takes and len(_dtypes_of(unit)) == 1
         return one and self._ranks.know_reduction_of(unit)
 
 
+def _can_be_batched(buffers: Buffers) -> bool:
+    """Whether the communicator alone gathers and reduces, from and to memory that comes and goes."""
+    if buffers.transport is not buffers.communicator or buffers.gradients.has_own_reduction:
+        return False
+    if buffers.segments.keeps_memory or buffers.segments.extended:
+        return False
+    return not any(sharded.offloaded for sharded in buffers.params)
+
+
 def _same_ways(unit: Unit) -> tuple[object, ...]:
     """Returns a key of groups, communicators and memory, equal for units that may share a collective."""
-    handle = unit.handle
-    communicator, replicas = handle.communicator, handle.replicas
+    buffers = unit.buffers
+    communicator, replicas = buffers.communicator, buffers.replicas
     ways = communicator, type(communicator), replicas, type(replicas)
     return *ways, communicator.memory, unit.options.reduces_apart
 
 
 def _dtypes_of(unit: Unit) -> set[tuple[torch.dtype, torch.dtype]]:
     """Returns (buffer dtype, reduce dtype) of a unit's gradients."""
-    segments = unit.handle.reduced_segments()
+    segments = unit.buffers.gradients.reduced_segments()
     return {(segment.gradients.buffer_dtype, segment.dtypes.reduce) for segment in segments}

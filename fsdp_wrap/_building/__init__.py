@@ -23,5 +23,6 @@ from fsdp_wrap._building.refusals import (
     is_container,
     refuse_pieces,
     refuse_sharing,
+    shows_shards,
     warn_of_container,
 )

@@ -47,9 +47,9 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import trace_rules
 from fsdp_wrap._params import (
-    EmptyHandle,
+    Buffers,
     HeldBy,
-    ParamHandle,
+    NoBuffers,
     ShardedParams,
     Written,
     check_beside,
@@ -251,7 +251,7 @@ def assemble_unit(
         **_storage(spec, kinds[0]),
         left=contents.ignored.left,
         lenders=(*lenders, *others),
-        buffers=BufferCasts(modules, spec.buffer_dtype),
+        buffer_casts=BufferCasts(modules, spec.buffer_dtype),
     )
     for fqn, below in units_in(module).items():
         below.nest(fqn)
@@ -290,15 +290,15 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
         for number, segment in enumerate(segments)
     ]
     policies, held_by = [kind[-1] for kind in by_kind], HeldBy.of(spec.mesh, spec.device)
-    handle = ParamHandle(params, communicator, replicas, policies, held_by) if params else EmptyHandle()
+    buffers = Buffers(params, communicator, replicas, policies, held_by) if params else NoBuffers()
     if spec.mesh.copies is not None:
         staged = over_replicas.needed("state_over_replicas=True").transport
-        handle.set_transport(staged(*spec.communicators(spec.mesh.copies)))
+        buffers.set_transport(staged(*spec.communicators(spec.mesh.copies)))
     return {
-        "handle": handle,
+        "buffers": buffers,
         "options": spec.options,
         "parts": spec.parts,
-        "initial": InitialValues(samples, params, handle.written),
+        "initial": InitialValues(samples, params, buffers.written),
         "mesh_label": spec.mesh_label,
     }
 

@@ -18,8 +18,12 @@ from fsdp_wrap._building.materialize import Values, direct_tensors, reset_method
 from fsdp_wrap._core import OptimizerPiece, ParamSlot, UnitContents, note_piece, refuse_in_steps, warn_caller
 from fsdp_wrap._core.torch_private import optimizers_in_backward
 from fsdp_wrap._params import (
+    Buffers,
+    Showing,
+    Where,
     check_extension,
     check_packable,
+    distributed_names,
     is_extension,
     is_packable,
     side_data_kind,
@@ -147,6 +151,13 @@ def refuse_sharing(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> No
         )
 
 
+def shows_shards(buffers: Buffers) -> bool:
+    """Whether modules show pieces of the original parameters."""
+    shards = any(sharded.resident is None for sharded in buffers.params)
+    others = buffers.where is Where.LENT and (buffers.lent.shows_full or not buffers.lent.summoned)
+    return shards and buffers.shown.state is Showing.SHARDED and not others
+
+
 class ParametrizationGuard:
     """A forward pre-hook that refuses to compute a parametrised tensor from sharded parameters."""
 
@@ -155,7 +166,7 @@ class ParametrizationGuard:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         unit = self._unit()
-        if unit is not None and unit.handle.shows_shards:
+        if unit is not None and shows_shards(unit.buffers):
             raise RuntimeError(
                 f"a parametrised tensor of {unit.name} is computed from parameters that are sharded now; "
                 "read it inside summon_full_params"
@@ -180,10 +191,10 @@ def refuse_pieces(unit: Unit) -> None:
 
     `DTensor`s are allowed, since their operators communicate. So are unsharded parameters.
     """
-    handle = unit.handle
-    cut = handle.communicator.size > 1 or bool(handle.distributed)
+    buffers = unit.buffers
+    cut = buffers.communicator.size > 1 or bool(distributed_names(buffers.params))
     by_source: dict[nn.Parameter, list[tuple[str, int]]] = {}  # a `FlatParameter` stands for many
-    for sharded in handle.params:
+    for sharded in buffers.params:
         for extent, source in zip(sharded.layout.extents, sharded.sources):
             if not isinstance(source, DTensor) and (cut or source.shape != extent.shape):
                 by_source.setdefault(source, []).append((extent.fqn, len(extent.shape)))

@@ -20,7 +20,7 @@ def finalize(step: Step) -> None:
     """Ends by hand all backwards since the last end, except for `await_reduction`."""
     if not step.iteration:
         return
-    if any(unit.handle.replicas.size > 1 for unit in step.units):
+    if any(unit.buffers.replicas.size > 1 for unit in step.units):
         step.queue.make_room()  # starts sums over replicas
     _refuse_early_end(step)
     for unit in step.units:
@@ -41,8 +41,8 @@ def _refuse_early_end(step: Step) -> None:
             "backward(), or reset_iter_state()"
         )
     for unit in step.units:
-        handle = unit.handle
-        partial_sums = handle.keeps_partial or (handle.holds_gradients and unit.options.syncs)
+        buffers = unit.buffers
+        partial_sums = buffers.gradients.partly_summed or (buffers.gradients.untaken and unit.options.syncs)
         if unit.defers and partial_sums:
             raise RuntimeError(
                 f"gradients of {unit.name} are summed over a part of the ranks only; call "
@@ -53,7 +53,7 @@ def _refuse_early_end(step: Step) -> None:
 @torch.no_grad()
 def end_backwards_of(step: Step, unit: Unit) -> None:
     """Ends by hand the backwards of one unit, except for `await_reduction`."""
-    unit.handle.forget_zeroed()
+    unit.buffers.gradients.forget_zeroed()
     step.leave_backward(unit, Phase.IDLE)
     step.take_gradients(unit, Phase.IDLE)
 

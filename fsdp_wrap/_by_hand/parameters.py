@@ -21,13 +21,13 @@ def _follow_user(step: Step, units: Sequence[Unit]) -> None:
 
 def unshard(unit: Unit) -> None:
     """Issues a unit's all-gather; the next iteration reuses its parameters unless they change."""
-    step, handle = step_of(unit), unit.handle
+    step, buffers = step_of(unit), unit.buffers
     if graph_task() == -1 and not step.depth:
         _follow_user(step, [unit])
-        if not handle.is_current:
+        if not buffers.is_current:
             unit.reshard(Phase.IDLE)
-            if handle.where is Where.SHARDED:
-                handle.follow_replaced()
+            if buffers.where is Where.SHARDED:
+                buffers.follow_replaced()
     unit.gather(Phase.IDLE)
     unit.hold()
 
@@ -37,7 +37,7 @@ def show_unsharded(unit: Unit) -> None:
     _follow_user(step_of(unit), [unit])
     unit.unshard(Phase.IDLE)
     unit.prepare_leaves()
-    unit.handle.shown.show_leaves()
+    unit.buffers.shown.show_leaves()
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def reshard(unit: Unit) -> None:
     end_failed_backward(step)
     unit.reshard(Phase.IDLE)
     if not unit.running:
-        unit.handle.reshard()  # frees shards within a smaller group as well
+        unit.buffers.reshard()  # frees shards within a smaller group as well
 
 
 def follow(step: Step, order: ExecOrder | None = None) -> None:
@@ -75,7 +75,7 @@ def follow(step: Step, order: ExecOrder | None = None) -> None:
     _follow_user(step, step.units)
     for unit in step.units:
         reshard(unit)
-        unit.handle.become_sharded()
+        unit.buffers.become_sharded()
 
 
 def wait_for(step: Step, event: Any) -> None:

@@ -22,7 +22,7 @@ from fsdp_wrap._core import (
     joined,
     own_modules,
 )
-from fsdp_wrap._params import ParamHandle, Segment, Where
+from fsdp_wrap._params import Buffers, Segment, Where
 from fsdp_wrap._runtime import ForwardCall, Unit
 
 _VERSION = attrgetter("_version")
@@ -35,28 +35,28 @@ class UserEdits(PlugIn):
 
     def forward_ready(self, step: Any) -> None:
         for unit in step.units:
-            if unit.handle.where is Where.SHARDED and not unit.handle.shown.untouched:
-                _refuse_changes(unit, unit.handle)
+            if unit.buffers.where is Where.SHARDED and not unit.buffers.shown.untouched:
+                _refuse_changes(unit, unit.buffers)
         if added_names and torch.is_grad_enabled():
             _refuse_added(step.units)
 
     def ran(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
-        for segment in unit.handle.segments:
+        for segment in unit.buffers.segments:
             if (*map(_VERSION, segment.counted),) != segment.versions:
                 _refuse_edits(unit, segment)
 
     def resumes(self, call: ForwardCall) -> None:
-        unit, handle = call.unit, call.unit.handle
-        if handle.shown.changed or call.values != handle.values:
+        unit, buffers = call.unit, call.unit.buffers
+        if buffers.shown.changed or call.values != buffers.values:
             unit.reshard(Phase.BACKWARD)
             _refuse_outdated(call)
 
 
 def _refuse_outdated(call: ForwardCall) -> None:
     """Raises the error of a backward whose parameters have changed since its forward."""
-    name, handle = call.unit.name, call.unit.handle
+    name, buffers = call.unit.name, call.unit.buffers
     changed = _forget_changed(call.unit)
-    if call.generation != handle.generation:
+    if call.generation != buffers.segments.generation:
         what = f"parameters of {name} were converted to another dtype"
         why = " (or it was evaluated in full precision)" if call.unit.options.full_in_eval else ""
     else:
@@ -72,7 +72,7 @@ def _refuse_outdated(call: ForwardCall) -> None:
 
 def _forget_changed(unit: Unit) -> str | None:
     """Returns the name of a parameter that was changed while shown in full, and clears the record."""
-    shown = unit.handle.shown
+    shown = unit.buffers.shown
     changed, shown.changed = shown.changed, []
     return unit.name_of(changed[0]) if changed else None
 
@@ -88,7 +88,7 @@ def _written_since(call: ForwardCall) -> str | None:
 
 def _refuse_edits(unit: Unit, segment: Segment) -> None:
     """Refuses a forward that has written to full parameters, since the edits are lost on resharding."""
-    for index in segment.edited() if unit.handle.where is Where.FULL else ():
+    for index in segment.edited() if unit.buffers.where is Where.FULL else ():
         name = unit.name_of(segment.layout.fqns[index])
         raise RuntimeError(
             f"the forward of {unit.name} wrote to the parameter '{name}' in place on rank "
@@ -98,9 +98,9 @@ def _refuse_edits(unit: Unit, segment: Segment) -> None:
         )
 
 
-def _refuse_changes(unit: Unit, handle: ParamHandle) -> None:
+def _refuse_changes(unit: Unit, buffers: Buffers) -> None:
     """Refuses replaced sharded parameters, hooks that cannot run, and edits of full ones after a forward."""
-    for segment in handle.segments:
+    for segment in buffers.segments:
         refuse_replaced(unit, segment.params)
         for fqn in segment.params.display.hooked():
             raise ValueError(
@@ -109,7 +109,7 @@ def _refuse_changes(unit: Unit, handle: ParamHandle) -> None:
                 "reduction: remove the hook and use register_post_accumulate_grad_hook, or hook the "
                 "module's parameter inside its forward"
             )
-    if handle.shown.changed:
+    if buffers.shown.changed:
         raise ChangedBetweenError(
             f"the parameter '{_forget_changed(unit)}' was written to, or its data replaced, while its module "
             f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "

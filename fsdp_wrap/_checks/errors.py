@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdp_wrap._building import shows_shards
 from fsdp_wrap._core import PlugIn, Precedence, Seam
 from fsdp_wrap._params import ShardedParams
 from fsdp_wrap._runtime import Step, Unit
@@ -46,7 +47,7 @@ def _name_sharded(error: BaseException, units: Iterable[Unit]) -> None:
     names = [
         unit.name_of(fqn)
         for unit in units
-        for sharded in (unit.params if unit.handle.shows_shards else ())
+        for sharded in (unit.params if shows_shards(unit.buffers) else ())
         for fqn, numel in _shown_pieces(sharded)
         if mixed or (numel is not None and (vague or numel in sizes))
     ]

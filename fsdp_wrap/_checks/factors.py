@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_wrap._comm import GroupPositions, accelerator_of
-from fsdp_wrap._params import Layout, ParamHandle, ShardedParams
+from fsdp_wrap._params import Buffers, Layout, ShardedParams
 from fsdp_wrap._runtime import Unit
 
 _ELEMENTS, _FEWEST = 8, 4  # of a part that are looked at, and that must be there to tell a factor
@@ -67,17 +67,17 @@ class _CutUnit:
     @property
     def sharded(self) -> ShardedParams:
         """The segment's parameters."""
-        return self.handle.params[self.segment]
+        return self.buffers.params[self.segment]
 
     @property
-    def handle(self) -> ParamHandle:
-        """The handle of the unit."""
-        return self.unit.handle
+    def buffers(self) -> Buffers:
+        """The buffers of the unit."""
+        return self.unit.buffers
 
     @property
     def groups(self) -> list[GroupPositions]:
         """The log of the ranks that share its parameters; none where nobody could compare."""
-        positions = self.handle.communicator.positions
+        positions = self.buffers.communicator.positions
         return [] if positions is None or positions.present < 2 else [positions]
 
     def name_after(self, rank: int) -> str:
@@ -97,17 +97,17 @@ def _cut_units(units: Iterable[Unit]) -> list[_CutUnit]:
     ranked: list[tuple[int, _CutUnit]] = []
     for unit in units:
         for segment, sharded in enumerate(unit.params):
-            handle = unit.handle
+            buffers = unit.buffers
             kinds = any(isinstance(source, DTensor) for source in sharded.sources)
-            if handle.communicator.size < 2 or not sharded.layout.sharded or sharded.extended or kinds:
+            if buffers.communicator.size < 2 or not sharded.layout.sharded or sharded.extended or kinds:
                 continue
             cuts = [
                 sharded.layout.shard_numel * rank
-                for rank in range(1, min(handle.communicator.size, _COMPARED_RANKS))
+                for rank in range(1, min(buffers.communicator.size, _COMPARED_RANKS))
             ]
             shared = sum(_cut_at(sharded.layout, cut) is not None for cut in cuts)
             if shared:
-                rank, intervals = handle.communicator.rank, sharded.intervals()
+                rank, intervals = buffers.communicator.rank, sharded.intervals()
                 ends = (_cut_at(sharded.layout, sharded.layout.shard_numel * end) for end in (rank, rank + 1))
                 first, last = (
                     None
@@ -158,7 +158,7 @@ class ScaledParts:
         self._cuts = _cut_units(units)
         self._turn, self._until = 0, _FIRST_TURNS
         self._sample: _Sample | None = None
-        accelerators = (accelerator_of(cut.handle.communicator.device) for cut in self._cuts)
+        accelerators = (accelerator_of(cut.buffers.communicator.device) for cut in self._cuts)
         self._waits = any(accelerator is not None for accelerator in accelerators)
 
     def forget(self) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._comm import Note
 from fsdp_wrap._core import Computing, Phase, PlugIn, Precedence, warn_caller
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime import Unit
 
 
@@ -52,7 +52,7 @@ class _OrderComparison(PlugIn):
         if what is not Computing.FORWARD:
             return
         if self._first is None:
-            _compare_across_ranks(unit.name, unit.handle, self._iteration)
+            _compare_across_ranks(unit.name, unit.buffers, self._iteration)
         else:
             self._compare_with_first(unit.name)
         self._order.append(unit.name)
@@ -81,9 +81,9 @@ class _OrderComparison(PlugIn):
 _EXCHANGE = Note("compares the forward order")
 
 
-def _compare_across_ranks(name: str, handle: ParamHandle, iteration: int) -> None:
+def _compare_across_ranks(name: str, buffers: Buffers, iteration: int) -> None:
     running = {dist.get_rank(): name}
-    for communicator in (handle.communicator, handle.replicas):
+    for communicator in (buffers.communicator, buffers.replicas):
         if communicator.positions is not None:
             communicator.positions.issue(_EXCHANGE, Phase.FORWARD, iteration)
             for told in communicator.all_gather_object(running):

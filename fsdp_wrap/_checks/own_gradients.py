@@ -12,10 +12,11 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fsdp_wrap._core import PlugIn, Precedence, warn_caller
+from fsdp_wrap._params import Segment, to_local
 from fsdp_wrap._runtime import Unit
 
 _Watched = list[tuple[Node, Any]]
-"""Nodes, each with the handle of its hook. They lead to sharded parameters, but to no module."""
+"""Nodes, each with the buffers of its hook. They lead to sharded parameters, but to no module."""
 
 
 class OwnGradients(PlugIn):
@@ -56,7 +57,7 @@ class OwnGradients(PlugIn):
         segment = unit.segments[number]
         params = segment.params
         if not params.layout.sharded and params.sources[index] is not params.flat_param:
-            segment.take_gradient(index, grads[0])
+            _add_to_leaf(segment, index, grads[0])
             for hook in (segment.leaves[index]._post_accumulate_grad_hooks or {}).values():
                 hook(segment.leaves[index])
             return (None,)
@@ -64,6 +65,16 @@ class OwnGradients(PlugIn):
             self._told_of.add(unit)
             _warn(unit, segment.layout.fqns[index])
         return None
+
+
+@torch.no_grad()
+def _add_to_leaf(segment: Segment, index: int, grad: torch.Tensor) -> None:
+    """Adds a gradient of a sharded parameter to its leaf's."""
+    leaf, parts = segment.leaves[index], segment.params.distributed
+    part = None if parts is None else parts[index]
+    held = to_local(grad).to(leaf.device, leaf.grad_dtype or leaf.dtype, copy=True)
+    taken = held if part is None else part.shown_gradient(held)
+    leaf.grad = taken if leaf.grad is None else leaf.grad + taken
 
 
 def _warn(unit: Unit, param: str) -> None:

@@ -24,7 +24,7 @@ from fsdp_wrap._comm import GroupPositions
 from fsdp_wrap._core import PlugIn, Precedence, before_steps
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._params import FlatPiece
-from fsdp_wrap._runtime import Step, Unit, handles_of, step_of
+from fsdp_wrap._runtime import Step, Unit, buffers_of, step_of
 
 _FACTORS, _GRADIENTS, _SUBJECTS = 0, 1, 2
 _LOOKS = 2  # times that a remark is compared, until all present ranks have made it
@@ -118,7 +118,7 @@ class StepChecks(PlugIn):
 
     def tell_plain(self, optimizer: torch.optim.Optimizer) -> None:
         """Tells the other ranks of the gradients of plain parameters in an optimizer."""
-        both = next((handle.communicators for handle in handles_of(self._units)), ())
+        both = next((buffers.communicators for buffers in buffers_of(self._units)), ())
         logs = [communicator.positions for communicator in both if communicator.positions is not None]
         groups = [positions for positions in logs if positions.present > 1]  # else nobody could compare
         if groups and (params := plain_params(_beside_sharded(optimizer))):

@@ -17,8 +17,8 @@ from fsdp_wrap._checks import refuse_unsharded
 from fsdp_wrap._comm import Buffer, Pending, Then
 from fsdp_wrap._compression.codecs import CODECS, Codec, ExactTail
 from fsdp_wrap._core import is_castable
-from fsdp_wrap._params import ParamHandle, holds_codes
-from fsdp_wrap._runtime import handles_of, units_in
+from fsdp_wrap._params import Buffers, holds_codes
+from fsdp_wrap._runtime import buffers_of, units_in
 from fsdp_wrap._state import compression
 
 _FEWEST = 1024
@@ -29,16 +29,16 @@ _FEWEST = 1024
 def compress(module: nn.Module, *, gathers: str | None, reductions: str | None) -> None:
     """Implements `comm_hooks.compress`."""
     gather_codec, reduction_codec = _codec("gathers", gathers), _codec("reductions", reductions)
-    handles = _handles_in(module, reductions)
-    for communicator in dict.fromkeys(handle.communicator for handle in handles):
+    all_buffers = _buffers_in(module, reductions)
+    for communicator in dict.fromkeys(buffers.communicator for buffers in all_buffers):
         communicator.agree("compress()", {"gathers": gathers, "reductions": reductions})
-    for handle in handles:
+    for buffers in all_buffers:
         if gathers is reductions is None:
-            if isinstance(handle.transport, CompressedTransport):
-                handle.set_transport(attrgetter("communicator"))
-        elif handle.communicator.size > 1:
-            codec = None if reduction_codec is None else _reducing(reduction_codec, handle)
-            handle.set_transport(partial(CompressedTransport, gather_codec, codec))
+            if isinstance(buffers.transport, CompressedTransport):
+                buffers.set_transport(attrgetter("communicator"))
+        elif buffers.communicator.size > 1:
+            codec = None if reduction_codec is None else _reducing(reduction_codec, buffers)
+            buffers.set_transport(partial(CompressedTransport, gather_codec, codec))
 
 
 def _codec(argument: str, name: str | None) -> Codec | None:
@@ -47,23 +47,23 @@ def _codec(argument: str, name: str | None) -> Codec | None:
     return None if name is None else CODECS[name]
 
 
-def _handles_in(module: nn.Module, reductions: str | None) -> list[ParamHandle]:
+def _buffers_in(module: nn.Module, reductions: str | None) -> list[Buffers]:
     units = units_in(module).values()
     if not units:
         refuse_unsharded(module, "compress()")
     require_idle(units, "compress()")
     for unit in units if reductions is not None else ():
-        if unit.handle.has_own_reduction:
+        if unit.buffers.gradients.has_own_reduction:
             raise RuntimeError(
                 f"{unit.name} has a communication hook already, which reduces its gradients; compress the "
                 "gathers only"
             )
-    return handles_of(units)
+    return buffers_of(units)
 
 
-def _reducing(codec: Codec, handle: ParamHandle) -> Codec:
+def _reducing(codec: Codec, buffers: Buffers) -> Codec:
     """Returns a codec that leaves the layouts' notes behind the gradients exact."""
-    noted = max(segment.layout.noted_numel for segment in handle.segments)
+    noted = max(segment.layout.noted_numel for segment in buffers.segments)
     return ExactTail(codec, noted) if noted else codec
 
 
@@ -73,10 +73,10 @@ class CompressedTransport:
     So do parameters that are codes, such as those of 4 bits: their dtype is not that of their numbers.
     """
 
-    def __init__(self, gathers: Codec | None, reductions: Codec | None, handle: ParamHandle) -> None:
-        self._communicator, self.positions = handle.communicator, handle.communicator.positions
+    def __init__(self, gathers: Codec | None, reductions: Codec | None, buffers: Buffers) -> None:
+        self._communicator, self.positions = buffers.communicator, buffers.communicator.positions
         self._gathers, self._reductions = gathers, reductions
-        self._of_codes = [holds_codes(sharded.side_data) for sharded in handle.params]
+        self._of_codes = [holds_codes(sharded.side_data) for sharded in buffers.params]
         self.keeps_notes = reductions is None or isinstance(reductions, ExactTail)
         self.compresses_reductions = reductions is not None
 

@@ -24,14 +24,14 @@ def hook_reductions(unit: Unit, hook: Hook | None, stream: torch.Stream | None, 
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"set_all_reduce_hook() of {unit.name} takes a function of one tensor, not {hook!r}")
-    handle = unit.handle
+    buffers = unit.buffers
     if not unit.params:
         return
-    if stream is not None and handle.replicas.size > 1:
+    if stream is not None and buffers.replicas.size > 1:
         raise ValueError(
             f"{unit.name} is summed over replicas, which the hook follows on their stream; leave stream out"
         )
-    accelerator = accelerator_of(handle.communicator.device)
+    accelerator = accelerator_of(buffers.communicator.device)
     if stream is not None and accelerator is None:
         raise ValueError(
             f"{unit.name} computes on the CPU, where there are no streams and hooks run in order; leave "

@@ -9,36 +9,36 @@ from fsdp_wrap._comm import (
 )
 from fsdp_wrap._core import OtherCommsError
 from fsdp_wrap._custom_comms.transport import CustomTransport
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime import Unit
 
 
 def allocate_by_group(unit: Unit, enable: bool) -> None:
     """Allocates a unit's communication buffers by its process group's allocator, if it has one, or not."""
-    handle, method = unit.handle, "set_allocate_memory_from_process_group_for_comm()"
+    buffers, method = unit.buffers, "set_allocate_memory_from_process_group_for_comm()"
     if not unit.params:
         return
-    _refuse_other_memory(unit, handle, method)
-    communicator = handle.communicator
+    _refuse_other_memory(unit, buffers, method)
+    communicator = buffers.communicator
     if isinstance(communicator.memory, SymmetricMemory):
         raise OtherCommsError(
             f"{method} has no effect on {unit.name}, which set_symm_mem_for_comm() was called on: call "
             "one of the two"
         )
-    _require_unused(unit, handle, method)
+    _require_unused(unit, buffers, method)
     group = communicator.group if enable else None
-    handle.allocate_in(None if group is None else registered_memory(group, communicator.device))
+    buffers.allocate_in(None if group is None else registered_memory(group, communicator.device))
 
 
 def allocate_symmetric(unit: Unit, backend: str) -> None:
     """Allocates a unit's communication buffers in symmetric memory; collective."""
-    handle, method = unit.handle, "set_symm_mem_for_comm()"
+    buffers, method = unit.buffers, "set_symm_mem_for_comm()"
     if backend != "NCCL":
         raise ValueError(f"{method} knows no backend but 'NCCL', not {backend!r}")
     if not unit.params:
         return
-    _refuse_other_memory(unit, handle, method)
-    communicator = handle.communicator
+    _refuse_other_memory(unit, buffers, method)
+    communicator = buffers.communicator
     if communicator.memory is not None and not isinstance(communicator.memory, SymmetricMemory):
         raise OtherCommsError(
             f"{method} has no effect on {unit.name}, whose memory its process group allocates: call "
@@ -46,20 +46,20 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
         )
     group = communicator.group
     if group is not None:
-        _require_unused(unit, handle, method)
-        handle.allocate_in(symmetric_memory(group, communicator.device, f"{method} for {unit.name}"))
+        _require_unused(unit, buffers, method)
+        buffers.allocate_in(symmetric_memory(group, communicator.device, f"{method} for {unit.name}"))
 
 
-def _refuse_other_memory(unit: Unit, handle: ParamHandle, method: str) -> None:
-    if isinstance(handle.transport, CustomTransport):
+def _refuse_other_memory(unit: Unit, buffers: Buffers, method: str) -> None:
+    if isinstance(buffers.transport, CustomTransport):
         raise OtherCommsError(
             f"{method} has no effect on {unit.name}, whose memory is allocated by what "
             "set_custom_all_gather() or set_custom_reduce_scatter() was given: call one of them"
         )
 
 
-def _require_unused(unit: Unit, handle: ParamHandle, method: str) -> None:
-    if handle.accumulates or not handle.become_sharded():
+def _require_unused(unit: Unit, buffers: Buffers, method: str) -> None:
+    if buffers.gradients.accumulated or not buffers.become_sharded():
         raise RuntimeError(
             f"{method} must be called between steps: the parameters of {unit.name} are in use, or gradients "
             "that no_sync left wait for a reduction"

@@ -18,7 +18,7 @@ from fsdp_wrap._comm import (
 )
 from fsdp_wrap._core import OtherCommsError
 from fsdp_wrap._core.torch_private import foreach_copy_
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 
 
 class CustomTransport:
@@ -30,8 +30,8 @@ class CustomTransport:
 
     compresses_reductions = False
 
-    def __init__(self, handle: ParamHandle, comms: dict[str, Any]) -> None:
-        self._communicator, self.positions = handle.communicator, handle.communicator.positions
+    def __init__(self, buffers: Buffers, comms: dict[str, Any]) -> None:
+        self._communicator, self.positions = buffers.communicator, buffers.communicator.positions
         self.comms = comms
         self._used = comms if self._communicator.size > 1 else {}  # one rank sends nothing
         self.keeps_notes = "reduce_scatter" not in self._used  # a user's reduction may round the notes
@@ -78,14 +78,14 @@ class CustomTransport:
         return lane_of(self._communicator.device, "reduce").issue(start)
 
 
-def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
+def use_comms(buffers: Buffers, name: str, **comms: Any) -> None:
     """Makes a unit gather (`all_gather=`) or reduce (`reduce_scatter=`) by a user's object.
 
     The object has the interface of torch's `AllGather` or `ReduceScatter`. Units with codecs (`compress`)
     are refused.
     """
-    before = handle.transport
-    if not isinstance(before, CustomTransport) and before is not handle.communicator:
+    before = buffers.transport
+    if not isinstance(before, CustomTransport) and before is not buffers.communicator:
         raise OtherCommsError(
             f"compress() decides how {name} communicates, or state_over_replicas=True does: call "
             "compress(module) without codecs first, or shard without the other"
@@ -97,4 +97,4 @@ def use_comms(handle: ParamHandle, name: str, **comms: Any) -> None:
                 f"allocate(size, *, dtype, device), as torch's AllGather and ReduceScatter, not {comm!r}"
             )
     theirs = before.comms if isinstance(before, CustomTransport) else {}
-    handle.set_transport(lambda communicator: CustomTransport(communicator, {**theirs, **comms}))
+    buffers.set_transport(lambda communicator: CustomTransport(communicator, {**theirs, **comms}))

@@ -1,11 +1,12 @@
 """Parameters in buffers, their gradients, and the communication of both.
 
 Lives here: layouts, sharded parameters (flat parameters, slices, DTensors), their gradients, and the
-handle that unshards and reshards them.
+buffers of a unit, which unshard and reshard them.
 May import: `_core`, `_comm`.
 Must never know: when that happens, and in which order units run.
 """
 
+from fsdp_wrap._params.buffers import Buffers, NoBuffers
 from fsdp_wrap._params.chunks import Cut, chunk_numel
 from fsdp_wrap._params.collectives import BatchedGather, BatchedGradients, Reduction
 from fsdp_wrap._params.dtensor import DTensorParams
@@ -20,6 +21,7 @@ from fsdp_wrap._params.extensions import (
     is_extension,
     is_packable,
     like_made_of_tensors,
+    tell_use,
 )
 from fsdp_wrap._params.flat import (
     FlatParameter,
@@ -30,7 +32,6 @@ from fsdp_wrap._params.flat import (
     SliceParams,
     held_params,
 )
-from fsdp_wrap._params.handle import EmptyHandle, ParamHandle, trains
 from fsdp_wrap._params.interval_tensor import (
     PASSES_FOR_DTENSOR,
     IntervalTensor,
@@ -52,7 +53,14 @@ from fsdp_wrap._params.parallel import (
     typed_part,
 )
 from fsdp_wrap._params.segment import Segment
-from fsdp_wrap._params.sharded_params import Interval, ShardedParams, Written, memory_around
+from fsdp_wrap._params.segments import trains
+from fsdp_wrap._params.sharded_params import (
+    Interval,
+    ShardedParams,
+    Written,
+    distributed_names,
+    memory_around,
+)
 from fsdp_wrap._params.showing import Showing
 from fsdp_wrap._params.side_data import (
     SideData,
@@ -64,4 +72,5 @@ from fsdp_wrap._params.side_data import (
     tensors_beside,
 )
 from fsdp_wrap._params.state import Until, Where
-from fsdp_wrap._params.summoned import Summoning
+from fsdp_wrap._params.summoned import LentParams, Summoning
+from fsdp_wrap._params.unit_gradients import UnitGradients

@@ -44,7 +44,7 @@ BatchPlace = tuple[torch.Tensor, Pack | None]
 
 
 class Gradients:
-    """The gradients of one segment, averaged over `contributors` ranks.
+    """The gradients of one segment; `average_over` has to tell how many ranks contribute.
 
     Attributes:
         bulky: Whether one leaf's gradient alone takes half of the memory of all.
@@ -63,7 +63,6 @@ class Gradients:
         params: ShardedParams,
         dtypes: SegmentDtypes,
         communicator: Communicator,
-        contributors: float,
         leaves: Sequence[nn.Parameter],
         plug_ins: PlugIns,
     ) -> None:
@@ -88,7 +87,6 @@ class Gradients:
         self.unreduced = False
         self._waited = False  # whether gradients of earlier backwards, summed or not, are waiting
         self.partial: torch.Tensor | None = None
-        self.average_over(contributors)
         if dtypes.grad != dtypes.master:
             params.gradients.take_dtype(dtypes.grad)
 

@@ -1,4 +1,7 @@
-"""`Segment`: the memory of one segment of a unit: unsharded buffer, leaves and their gradients."""
+"""`Segment`: the memory of one segment of a unit: unsharded buffer, leaves and their gradients.
+
+`ShownLeaves` knows what users do with leaves between a forward and its backward.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from fsdp_wrap._core import PlugIns, SegmentDtypes, round_up
 from fsdp_wrap._core.torch_private import foreach_copy_, set_version_counters
 from fsdp_wrap._params.gradients import Gradients
 from fsdp_wrap._params.layout import ALIGNMENT_BYTES
-from fsdp_wrap._params.parallel import to_local
 from fsdp_wrap._params.sharded_params import ShardedParams
 
 _VERSION = attrgetter("_version")
@@ -44,7 +46,6 @@ class Segment:
         params: ShardedParams,
         dtypes: SegmentDtypes,
         communicator: Communicator,
-        contributors: float,
         plug_ins: PlugIns,
     ) -> None:
         self.params, self.layout = params, params.layout
@@ -58,10 +59,7 @@ class Segment:
         self.trainable = False
         self._keeps_memory = False
         self._admitted = False
-        self._addresses: Sequence[int] = ()  # of the leaves, and below their reference counts, at `cover`
-        self._references: Sequence[int] = ()
-        self._held: dict[int, int] = {}  # leaves that users hold, with the references that others have
-        self._apart: Sequence[int] = ()  # leaves with memory of their own
+        self._shown: ShownLeaves | None = None  # once attributes have shown them
         others = () if params.distributed is None else params.memory
         self.counted = (*self.leaves, *others)
         self.versions = self._versions_now()
@@ -70,7 +68,7 @@ class Segment:
         self._follow_buffers()
         self.full.free()  # before the other one is allocated
         self.gathered.free()
-        self.gradients = Gradients(params, dtypes, communicator, contributors, self.leaves, plug_ins)
+        self.gradients = Gradients(params, dtypes, communicator, self.leaves, plug_ins)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
         """Returns the unsharded buffer and the gathered one."""
@@ -121,45 +119,16 @@ class Segment:
 
     def cover(self) -> None:
         """Shows the leaves by attributes of modules until `uncover`."""
-        self._addresses = (*map(_DATA_PTR, self.params.memory),)
-        references = [*map(getrefcount, self.leaves)]
-        for index, alone in self._held.items():
-            references[index] = alone
-        self._references = (*references,)
-        self.params.display.cover()
+        if self._shown is None:
+            self._shown = ShownLeaves(self.params)
+        self._shown.cover()
 
     def uncover(self) -> list[str]:
         """Undoes `cover`; returns names of leaves that were changed since, if that reaches no shard."""
-        self.params.display.uncover()
-        before, references = self._references, (*map(getrefcount, self.leaves),)
-        if references != before or self._held:
-            held = [index for index, alone in enumerate(before) if references[index] > alone]
-            self._held = {index: before[index] for index in held}
-        addresses = (*map(_DATA_PTR, self.params.memory),)
-        if addresses != self._addresses:
-            self._apart = [index for index, known in enumerate(self._addresses) if addresses[index] != known]
-        changed = [*self.edited(), *self._apart]
+        assert self._shown is not None
+        self._shown.uncover()
+        changed = self.edited() + self._shown.apart
         return [self.layout.fqns[index] for index in sorted({*changed})] if changed else []
-
-    def _part_from_held(self) -> None:
-        """Gives held leaves memory of their own until they are filled again: reads of freed memory crash."""
-        self._forget_dropped()
-        memory = self.params.memory
-        self.params.lie_in((index, memory[index].data.clone()) for index in self._held)
-        self._apart = (*self._apart, *self._held)
-
-    def _forget_dropped(self) -> None:
-        """Forgets leaves that are not held any more.
-
-        A graph may have had one of the counted references, and be gone: a leaf that does not train then has
-        as many as before, and is held.
-        """
-        references, leaves = [*map(getrefcount, self.leaves)], self.leaves
-        self._held = {
-            index: alone
-            for index, alone in self._held.items()
-            if references[index] + (not leaves[index].requires_grad) > alone
-        }
 
     def admit(self, changed: bool, in_place: bool) -> None:
         """Lets autograd use the leaves, once their values have been gathered.
@@ -174,10 +143,8 @@ class Segment:
             self.full.allocate()
             foreach_copy_(*self._copies)
             self.gathered.free()
-        if self._apart:
-            views = self.layout.views(self.full.data)
-            self.params.lie_in((index, views[index]) for index in self._apart)
-            self._apart = ()
+        if self._shown is not None and self._shown.apart:
+            self._shown.rejoin(self.layout.views(self.full.data))
         if changed:
             self.versions = (*[version + 1 for version in self.versions],)
         set_version_counters(self.counted, self.versions)
@@ -191,8 +158,8 @@ class Segment:
         """
         if self._admitted:
             self.versions = (*map(_VERSION, self.counted),)
-            if self._held and self.full.temporary:
-                self._part_from_held()
+            if self._shown is not None and self._shown.held and self.full.temporary:
+                self._shown.part()
             set_version_counters(self.counted, self._freed)
         self._admitted = False
         if self._keeps_memory or self.gradients.taken is self.full:
@@ -263,15 +230,6 @@ class Segment:
             leaf.requires_grad_(trains)
         self.trainable = True in wanted
 
-    @torch.no_grad()
-    def take_gradient(self, index: int, grad: torch.Tensor) -> None:
-        """Adds a gradient to a leaf's that reached the sharded parameter."""
-        leaf, part = self.leaves[index], (self.params.distributed or [None] * (index + 1))[index]
-        held = to_local(grad)
-        held = held.to(leaf.device, leaf.grad_dtype or leaf.dtype, copy=True)
-        taken = held if part is None else part.shown_gradient(held)
-        leaf.grad = taken if leaf.grad is None else leaf.grad + taken
-
     def take_in_place(self, index: int) -> None:
         """Moves a leaf's gradient into the leaf's memory, if that may serve as the reduce buffer."""
         param, reduce = self.dtypes.param, self.dtypes.reduce
@@ -279,3 +237,66 @@ class Segment:
         fits = fits and self.dtypes.arriving is not None and not self._keeps_memory
         if fits and self.full.temporary and self.full.resizable:
             self.gradients.take_in(self.full, index)
+
+
+class ShownLeaves:
+    """Leaves that attributes of modules show until a backward: users may write to them, or hold them.
+
+    A leaf that is held gets memory of its own when the others are freed: reads of freed memory crash.
+
+    Attributes:
+        held: Numbers of leaves that users hold, each with the references that others have.
+        apart: Numbers of leaves with memory of their own.
+    """
+
+    def __init__(self, params: ShardedParams) -> None:
+        self._params = params
+        self.held: dict[int, int] = {}
+        self.apart: list[int] = []
+        self._addresses: list[int] = []  # of the leaves, and below their reference counts, at `cover`
+        self._references: list[int] = []
+
+    def cover(self) -> None:
+        """Shows the leaves by attributes of modules until `uncover`."""
+        self._addresses = [*map(_DATA_PTR, self._params.memory)]
+        self._references = [*map(getrefcount, self._params.leaves)]
+        for index, alone in self.held.items():
+            self._references[index] = alone
+        self._params.display.cover()
+
+    def uncover(self) -> None:
+        """Undoes `cover`; notes which leaves are held now, and which got other memory."""
+        self._params.display.uncover()
+        before, references = self._references, [*map(getrefcount, self._params.leaves)]
+        if references != before or self.held:
+            held = [index for index, alone in enumerate(before) if references[index] > alone]
+            self.held = {index: before[index] for index in held}
+        addresses = [*map(_DATA_PTR, self._params.memory)]
+        if addresses != self._addresses:
+            self.apart = [index for index, known in enumerate(self._addresses) if addresses[index] != known]
+
+    def part(self) -> None:
+        """Gives held leaves memory of their own until they are filled again."""
+        self.forget_dropped()
+        memory = self._params.memory
+        self._params.lie_in((index, memory[index].data.clone()) for index in self.held)
+        self.apart += self.held
+
+    def rejoin(self, views: Sequence[torch.Tensor]) -> None:
+        """Gives leaves with memory of their own their place in the unsharded buffer again."""
+        self._params.lie_in((index, views[index]) for index in self.apart)
+        self.apart = []
+
+    def forget_dropped(self) -> None:
+        """Forgets leaves that are not held any more.
+
+        A graph may have had one of the counted references, and be gone: a leaf that does not train then has
+        as many as before, and is held.
+        """
+        leaves = self._params.leaves
+        references = [*map(getrefcount, leaves)]
+        self.held = {
+            index: alone
+            for index, alone in self.held.items()
+            if references[index] + (not leaves[index].requires_grad) > alone
+        }

@@ -414,3 +414,13 @@ class ShardedParams(ABC):
         """Moves to the copies of its modules, and shows the sharded parameters there."""
         self._show_in(deepcopy(self.display.places, memo))
         self.hide_full()
+
+
+def distributed_names(params: Iterable[ShardedParams]) -> list[str]:
+    """Returns the names, within their unit, of parameters that were distributed before they were sharded."""
+    return [
+        fqn
+        for sharded in params
+        for fqn, part in zip(sharded.layout.fqns, sharded.distributed or ())
+        if part is not None
+    ]

@@ -1,4 +1,4 @@
-"""Full parameters and gradients of one segment in the user's hands.
+"""Full parameters and gradients in the user's hands.
 
 Their memory is not the leaves': references that the user keeps stay valid.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -107,6 +108,60 @@ class SummonedSegment:
             for communicator in (self._communicator, self._replicas) if self._how.rank0_only else ():
                 have_grads = communicator.broadcast_object(have_grads)
             self._sharded.gradients.replace(self._grads.own_part() if any(have_grads) else None, have_grads)
+
+
+class LentParams:
+    """What the modules of a sharded unit show to the user: its full parameters, or others of a state dict.
+
+    Args:
+        segments: The full parameters; none where others are shown.
+
+    Attributes:
+        summoned: Whether full parameters are in the user's hands, on this rank or on others.
+        shows_full: Whether the modules show them on this rank.
+    """
+
+    def __init__(self, segments: Sequence[SummonedSegment] = ()) -> None:
+        self._segments, self.summoned = segments, bool(segments)
+        self.shows_full = self.summoned and all(segment.shows_full for segment in segments)
+
+    @classmethod
+    def full(
+        cls,
+        params: Sequence[ShardedParams],
+        communicator: Communicator,
+        replicas: Communicator,
+        how: Summoning,
+    ) -> LentParams:
+        """Shows the full parameters, in master dtype; collective."""
+        return cls([SummonedSegment(sharded, communicator, replicas, how) for sharded in params])
+
+    @classmethod
+    def others(cls, params: Sequence[ShardedParams], shown: Sequence[Sequence[nn.Parameter]]) -> LentParams:
+        """Shows other parameters, given by segment."""
+        for sharded, others in zip(params, shown):
+            sharded.show_full(others, copies=True)
+        return cls()
+
+    def take_edits(self, prefix: str) -> None:
+        """Notes the parameters that the modules show now; `prefix` is for messages."""
+        for segment in self._segments:
+            segment.take_edits(prefix)
+
+    @property
+    def edited(self) -> bool:
+        """Whether the noted edits change any parameter, where `Summoning.tells_edits` was set."""
+        return any(segment.edited for segment in self._segments)
+
+    def end(self, writeback: bool) -> None:
+        """Ends the showing; `writeback` writes noted edits to the shards, and is collective."""
+        for segment in self._segments:
+            if writeback:
+                segment.write_back()
+            segment.leave()
+
+
+NOTHING_LENT = LentParams()
 
 
 def _check_fits(what: str, given: torch.Tensor, edited: torch.Tensor) -> None:

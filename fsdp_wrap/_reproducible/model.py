@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import refuse_unsharded, require_root
 from fsdp_wrap._core import check_flag, check_kind
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._reproducible.refusals import (
     norms_over_batches,
     refuse_aligned,
@@ -134,13 +134,13 @@ def reproducible(
         refuse_unsharded(model, "reproducible()")
     require_root(units[0], "reproducible()")
     schedules = [*dict.fromkeys(map(step_of, units))]
-    handles = [(unit, unit.handle) for unit in units if unit.params]
-    _refuse(model, schedules, handles)
-    ranks, rank = _place(handles)
+    owning = [(unit, unit.buffers) for unit in units if unit.params]
+    _refuse(model, schedules, owning)
+    ranks, rank = _place(owning)
     _check_count(micro_batches, ranks)
     chosen = {"micro_batches": micro_batches, "seed": seed, "average": average}
     for communicator in dict.fromkeys(
-        communicator for _, handle in handles for communicator in (handle.communicator, handle.replicas)
+        communicator for _, buffers in owning for communicator in (buffers.communicator, buffers.replicas)
     ):
         communicator.agree("reproducible()", chosen)
     warn_of_kernels(schedules)
@@ -150,19 +150,19 @@ def reproducible(
     )
 
 
-def _refuse(model: nn.Module, schedules: Iterable[Step], handles: Iterable[tuple[Unit, ParamHandle]]) -> None:
+def _refuse(model: nn.Module, schedules: Iterable[Step], owning: Iterable[tuple[Unit, Buffers]]) -> None:
     """Refuses what cannot be the same at any number of ranks."""
     for schedule in schedules:
         refuse_aligned(schedule)
         require_idle([schedule.root], "reproducible()")
-    for unit, handle in handles:
-        refuse_others_sums(unit, handle)
-        if handle.accumulates:
+    for unit, buffers in owning:
+        refuse_others_sums(unit, buffers)
+        if buffers.gradients.accumulated:
             raise RuntimeError(
                 f"gradients of {unit.name} that no_sync left wait for a backward: run it before "
                 "reproducible()"
             )
-    segments = [segment for _, handle in handles for segment in handle.segments]
+    segments = [segment for _, buffers in owning for segment in buffers.segments]
     # A unit that `unshard()` has gathered shows its leaves.
     refuse_unowned(
         model, (param for segment in segments for param in (*segment.params.sources, *segment.leaves))
@@ -170,13 +170,13 @@ def _refuse(model: nn.Module, schedules: Iterable[Step], handles: Iterable[tuple
     refuse_training(norms_over_batches(model))
 
 
-def _place(handles: Iterable[tuple[Unit, ParamHandle]]) -> tuple[int, int]:
+def _place(owning: Iterable[tuple[Unit, Buffers]]) -> tuple[int, int]:
     """Returns the number of ranks that have batches of their own, and this one's place among them."""
     places: dict[tuple[int, int], Unit] = {}
-    for unit, handle in handles:
-        ranks = handle.communicator
-        here = handle.replicas.rank * ranks.size + ranks.rank
-        places.setdefault((ranks.size * handle.replicas.size, here), unit)
+    for unit, buffers in owning:
+        ranks = buffers.communicator
+        here = buffers.replicas.rank * ranks.size + ranks.rank
+        places.setdefault((ranks.size * buffers.replicas.size, here), unit)
     if len(places) > 1:
         (one, _), (other, _), *_ = places
         first, second, *_ = places.values()

@@ -12,7 +12,7 @@ from fsdp_wrap._comm import accelerator_of
 from fsdp_wrap._core import warn_caller
 from fsdp_wrap._core.torch_private import NormBase
 from fsdp_wrap._custom_comms import hook_of
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers, distributed_names
 from fsdp_wrap._runtime import Step, Unit
 
 _ELEMENTWISE = {
@@ -45,19 +45,20 @@ def refuse_training(norms: dict[str, nn.Module]) -> None:
             )
 
 
-def refuse_others_sums(unit: Unit, handle: ParamHandle) -> None:
+def refuse_others_sums(unit: Unit, buffers: Buffers) -> None:
     """Refuses collectives and updates of a unit that sum or round by themselves."""
-    if handle.distributed:
+    distributed = distributed_names(buffers.params)
+    if distributed:
         raise RuntimeError(
-            f"'{unit.name_of(handle.distributed[0])}' is distributed by tensor or expert parallelism, whose "
+            f"'{unit.name_of(distributed[0])}' is distributed by tensor or expert parallelism, whose "
             "groups sum by themselves: reproducible() takes parameters that are sharded over data only"
         )
-    if handle.has_own_reduction or hook_of(unit) is not None:
+    if buffers.gradients.has_own_reduction or hook_of(unit) is not None:
         raise RuntimeError(
             f"{unit.name} has a hook of its reductions, which may sum or round by itself: a reproducible "
             "model takes none"
         )
-    if handle.transport is not handle.communicator:
+    if buffers.transport is not buffers.communicator:
         raise RuntimeError(
             f"{unit.name} is compressed, or has collectives of the user's, or state over replicas: these "
             "round by shards, or sum by themselves. A reproducible model takes the package's own"

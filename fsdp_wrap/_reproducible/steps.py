@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_wrap._core import PlugIn, Precedence
-from fsdp_wrap._params import ParamHandle, held_params, to_local
+from fsdp_wrap._params import Buffers, held_params, to_local
 from fsdp_wrap._reproducible.norms import exact_power
 from fsdp_wrap._reproducible.refusals import (
     leftovers,
@@ -53,17 +53,17 @@ class CountedSteps(PlugIn):
         self._checked = weakref.WeakSet[torch.optim.Optimizer]()
         for unit in schedule.units:
             if unit.params:
-                self._take_over(unit, unit.handle, micro_batches, average)
+                self._take_over(unit, unit.buffers, micro_batches, average)
         self._each = max((tree_sums.each for tree_sums in self._sums.values()), default=1)
         schedule.plug_ins.attach(self)
         exact_powers.update(dict.fromkeys(self.params, exact_power))
         _living.add(self)
 
-    def _take_over(self, unit: Unit, handle: ParamHandle, leaves: int, average: bool) -> None:
-        self._sums[unit] = TreeSums(handle, leaves)
-        handle.plug_ins.attach(self._sums[unit])
-        self._divisors[unit] = handle.contributors
-        handle.divide_gradients_by(leaves if average else 1.0)
+    def _take_over(self, unit: Unit, buffers: Buffers, leaves: int, average: bool) -> None:
+        self._sums[unit] = TreeSums(buffers, leaves)
+        buffers.plug_ins.attach(self._sums[unit])
+        self._divisors[unit] = buffers.gradients.contributors
+        buffers.gradients.divide_by(leaves if average else 1.0)
         unit.set()  # a plan of batched reductions does not fit any more
 
     @property
@@ -89,7 +89,7 @@ class CountedSteps(PlugIn):
             exact_powers.pop(param, None)
         for unit, divisor in self._divisors.items():
             unit.plug_ins.detach(self._sums[unit])
-            unit.handle.divide_gradients_by(divisor)
+            unit.buffers.gradients.divide_by(divisor)
 
     # moments
 
@@ -99,7 +99,7 @@ class CountedSteps(PlugIn):
             self._drop()
         refuse_training(self._norms)
         for unit in self._sums:
-            refuse_others_sums(unit, unit.handle)
+            refuse_others_sums(unit, unit.buffers)
 
     def backward_begins(self, step: Step) -> None:
         """Begins one of this rank's micro-batches."""

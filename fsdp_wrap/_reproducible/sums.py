@@ -13,7 +13,7 @@ import torch
 
 from fsdp_wrap._comm import Communicator, Finished, Pending
 from fsdp_wrap._core import PlugIn, Precedence, ceil_div
-from fsdp_wrap._params import ParamHandle, Segment, ShardedParams
+from fsdp_wrap._params import Buffers, Segment, ShardedParams, UnitGradients
 from fsdp_wrap._reproducible.tree import Node, SumTree
 
 _NOTHING = -0.0
@@ -24,7 +24,7 @@ class TreeSums(PlugIn):
     """The sums of one unit, to which it is attached, from the first backward of a step to the last.
 
     Args:
-        handle: The unit's.
+        buffers: The unit's.
         leaves: Number of micro-batches in a step.
 
     Attributes:
@@ -33,9 +33,9 @@ class TreeSums(PlugIn):
 
     order = Precedence.RANKS
 
-    def __init__(self, handle: ParamHandle, leaves: int) -> None:
-        self._ranks, self._replicas = handle.communicator, handle.replicas
-        self._copies, self._leaves = handle.replicas.size, leaves
+    def __init__(self, buffers: Buffers, leaves: int) -> None:
+        self._ranks, self._replicas = buffers.communicator, buffers.replicas
+        self._copies, self._leaves = buffers.replicas.size, leaves
         self.each = leaves // (self._ranks.size * self._copies)
         self._index = 0  # of the running backward among this rank's
         self._refusal: RuntimeError | None = None
@@ -51,22 +51,24 @@ class TreeSums(PlugIn):
         self._trees.clear()
         self._added.clear()
 
-    def takes(self, handle: ParamHandle, segments: Sequence[Segment], full: Sequence[torch.Tensor]) -> None:
+    def takes(
+        self, gradients: UnitGradients, segments: Sequence[Segment], full: Sequence[torch.Tensor]
+    ) -> None:
         """Adds the gradients of one backward, which it spoils; issues their exchange after the last one."""
         if self._refusal is not None:
             raise self._refusal
         first = self._first_of(self._ranks.rank)
-        for segment, gradients in zip(segments, full):
+        for segment, own in zip(segments, full):
             params = segment.params
             if self._added.get(params) == self._index:
                 raise _came_twice(segment)
             self._added[params] = self._index
             tree = self._trees.setdefault(params, SumTree(first, segment.dtypes.reduce))
-            tree.push(Node(first + self._index, 1, gradients))
+            tree.push(Node(first + self._index, 1, own))
             if self._index + 1 < self.each:
                 tree.settle()
                 segment.gradients.drop()
-        handle.join(self._exchange([] if self._index + 1 < self.each else segments))
+        gradients.join(self._exchange([] if self._index + 1 < self.each else segments))
 
     def averaged(self, sharded: ShardedParams, reduced: torch.Tensor) -> None:
         """Makes zeros positive, as the notes of used parameters do with the first element on each rank."""

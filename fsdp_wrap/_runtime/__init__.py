@@ -16,8 +16,8 @@ from fsdp_wrap._runtime.unit import (
     ForwardCall,
     Unit,
     UnitOptions,
+    buffers_of,
     communicators_of,
-    handles_of,
     units_in,
     will_run,
 )

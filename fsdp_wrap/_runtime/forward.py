@@ -22,10 +22,10 @@ from fsdp_wrap._core import (
     put_back,
 )
 from fsdp_wrap._core.torch_private import current_transform, graph_task
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime.refusals import refuse_alone
 from fsdp_wrap._runtime.step import Step
-from fsdp_wrap._runtime.unit import ForwardCall, Unit, handles_of
+from fsdp_wrap._runtime.unit import ForwardCall, Unit, buffers_of
 
 inside_transforms: Seam[Callable[[Sequence[Unit], nn.Module | None, Callable[[], Any]], Any]] = Seam(
     "transforms of torch.func", "fsdp_wrap._transforms"
@@ -53,11 +53,11 @@ def run_forward(
     in master dtype and without communication, so a rank may run it alone.
     """
     if not torch.is_grad_enabled() and _shown_in_full(unit):
-        unit.buffers.hold_original()
+        unit.buffer_casts.hold_original()
         try:
             return compute(*args, **kwargs)
         finally:
-            unit.buffers.release()
+            unit.buffer_casts.release()
     own = unit.step or step_of(unit)
     assert isinstance(own, Step)
     outermost = own.depth == 0
@@ -87,9 +87,9 @@ def run_forward(
         if returned is not None:
             output = cast_floating(output, returned)
         for schedule, call, nodes in calls:
-            handle = call.unit.handle
-            if handle.params:
-                output, tensors = _without_parameters(handle, output)
+            buffers = call.unit.buffers
+            if buffers.params:
+                output, tensors = _without_parameters(buffers, output)
                 schedule.after_forward(call, tensors, nodes)
         if own.stays.waiting and own.depth == len(calls):
             output = _end_outermost(own, output)
@@ -154,7 +154,7 @@ def _watched_inputs(
     Returns:
         The inputs to compute with.
     """
-    if not call.unit.handle.params or call.unit.tied_to is not None or not torch.is_grad_enabled():
+    if not call.unit.buffers.params or call.unit.tied_to is not None or not torch.is_grad_enabled():
         return inputs
     seen: dict[int, torch.Tensor] = {}
 
@@ -179,11 +179,11 @@ def _watched_inputs(
 
 def _shown_in_full(unit: Unit) -> bool:
     """Returns whether the user sees all full parameters of the unit and its companions."""
-    handles = handles_of((*unit.companions, unit))
-    return bool(handles) and all(handle.shows_full for handle in handles)
+    all_buffers = buffers_of((*unit.companions, unit))
+    return bool(all_buffers) and all(buffers.lent.shows_full for buffers in all_buffers)
 
 
-def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[torch.Tensor]]:
+def _without_parameters(buffers: Buffers, output: Any) -> tuple[Any, list[torch.Tensor]]:
     """Replaces a unit's parameters, and views of them, in a forward's output; returns it and its tensors.
 
     The caller gets copies, since the full parameters are freed. Gradients pass through the copies. A tensor
@@ -192,7 +192,7 @@ def _without_parameters(handle: ParamHandle, output: Any) -> tuple[Any, list[tor
     tensors = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
     copies: dict[int, torch.Tensor] = {}
     for tensor in tensors:
-        if tensor.layout == torch.strided and handle.owns_memory_of(tensor):
+        if tensor.layout == torch.strided and buffers.segments.owns_memory_of(tensor):
             copies[id(tensor)] = tensor.clone()
     if not copies:
         return output, tensors
@@ -205,6 +205,6 @@ def _end_outermost(schedule: Step, output: Any) -> Any:
     if graph_task() != -1:
         return output
     for unit in schedule.stays.waiting:
-        output, _ = _without_parameters(unit.handle, output)
+        output, _ = _without_parameters(unit.buffers, output)
     schedule.end_outermost([*iter_tensors(output)])
     return output

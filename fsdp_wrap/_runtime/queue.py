@@ -43,7 +43,7 @@ class Queue:
         """Gives a unit whose forward begins what was gathered ahead, unless its shards have changed."""
         if unit in self._ahead:
             self._ahead.remove(unit)
-            if unit.handle.look():
+            if unit.buffers.look():
                 unit.reshard(Phase.FORWARD)
         elif self._ahead and unit.options.forward_prefetch and not unit.options.forward_targets:
             for wrong in self._ahead:  # the order has changed
@@ -58,7 +58,7 @@ class Queue:
             expected = order.next_in_forward()
             next_one = (expected,) if options.forward_prefetch and expected is not None else ()
             for target in options.forward_targets or next_one:
-                if target.handle.where is Where.SHARDED:
+                if target.buffers.where is Where.SHARDED:
                     self._ahead.append(target)
                     self._gather(target, Phase.FORWARD)
         else:
@@ -89,7 +89,7 @@ class Queue:
 
     def make_room_for(self, unit: Unit) -> None:
         """Makes room before the gather of a unit that a backward has reached, if one gradient takes much."""
-        if unit.handle.bulky and self.busy:
+        if unit.buffers.segments.bulky and self.busy:
             self.make_room(unit.options.most_reducing - 1)
 
     def come_back(self, unit: Unit) -> None:
@@ -103,7 +103,7 @@ class Queue:
     def came_back(self, unit: Unit) -> None:
         """Gathers ahead, once the unit that a backward has reached is full."""
         prefetches = unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-        if unit.handle.trainable and len(self._reducing) >= unit.options.most_reducing:
+        if unit.buffers.segments.trainable and len(self._reducing) >= unit.options.most_reducing:
             self.prefetch_later(unit)  # reductions in flight hold memory
         if prefetches and self._prefetching_later is not unit:
             self._prefetch(unit)
@@ -128,7 +128,7 @@ class Queue:
         for target in targets:
             if target is None or not target.options.unshards_in_backward:
                 continue
-            if target.handle.where is Where.SHARDED:
+            if target.buffers.where is Where.SHARDED:
                 self._gather(target, Phase.BACKWARD)
 
     def _next_to_unshard(self, unit: Unit) -> Unit | None:
@@ -148,7 +148,8 @@ class Queue:
     def before_gradients(self, unit: Unit, phase: Phase) -> None:
         """Makes room for a unit's gradients; a reduction of the unit must end before more are taken."""
         if self.busy:
-            self.make_room(0 if unit.handle.reduction is not None else unit.options.most_reducing - 1)
+            in_flight = unit.buffers.gradients.reduction is not None
+            self.make_room(0 if in_flight else unit.options.most_reducing - 1)
 
     def reduce(self, unit: Unit, phase: Phase) -> None:
         """Issues a unit's reduction."""

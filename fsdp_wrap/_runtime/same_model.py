@@ -115,7 +115,7 @@ class SameModel(PlugIn):
         assert unit.step is not None
         if len(units) > 1:
             collective = self._of_batch(_GATHER, units)
-        elif unit.handle.post_forward_shards is None:
+        elif unit.buffers.post_forward_shards is None:
             collective = self._logs[unit].gather
         else:
             collective = self._logs[unit].gather_kept
@@ -135,14 +135,14 @@ class SameModel(PlugIn):
     def reduced(self, unit: Unit) -> None:
         log = self._logs[unit]
         # Others than a communicator's own need not wait for peers.
-        if log.reductions and not unit.handle.has_own_reduction and not unit.plug_ins.takes:
+        if log.reductions and not unit.buffers.gradients.has_own_reduction and not unit.plug_ins.takes:
             log.reduced()
 
     def _log_of(self, unit: Unit) -> UnitPositions:
         """Returns the log of a unit's collectives, which compares the unit before the first one."""
-        communicators = unit.handle.communicators
+        communicators = unit.buffers.communicators
         within = unit.options.reshards_within
-        gathering = unit.handle.transport.positions
+        gathering = unit.buffers.transport.positions
         return UnitPositions(
             unit.name,
             self._tree,
@@ -156,11 +156,11 @@ class SameModel(PlugIn):
 
     def _agree(self, unit: Unit, agreement: Agreement, name: str) -> None:
         """Checks that the ranks of a group have the same unit; warns once if its initial values differ."""
-        contents, (within, across) = _contents_of(unit), unit.handle.communicators
+        contents, (within, across) = _contents_of(unit), unit.buffers.communicators
         if across.positions is not None and across.positions.agreement is agreement:
             contents.append(f"place {within.rank + 1} of {within.size} in its group to shard over")
         agreement.require(f"what {name} consists of", contents, _SAME_MODEL)
-        settings = [setting for one in unit.handle.communicators for setting in one.settings]
+        settings = [setting for one in unit.buffers.communicators for setting in one.settings]
         if unit.step is not None:
             wanted = unit.step.root.options.travel_together_bytes
             settings.append(f"travel_together_bytes={wanted}")

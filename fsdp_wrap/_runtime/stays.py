@@ -43,19 +43,19 @@ class Stays:
 
     def begin_iteration(self, unit: Unit) -> None:
         """Frees the full parameters that an earlier iteration has left, or keeps them."""
-        handle = unit.handle
-        if handle.stays in (Until.BACKWARD, Until.EARLIER):
+        buffers = unit.buffers
+        if buffers.stays in (Until.BACKWARD, Until.EARLIER):
             self._read_by_earlier.add(unit)
         until = before_iteration(unit)
         if until is Until.NOW:
             unit.reshard(Phase.FORWARD)
-        elif until is not handle.stays:
-            handle.stay(until)
+        elif until is not buffers.stays:
+            buffers.stay(until)
 
     def gather_anew(self, units: Iterable[Unit]) -> None:
         """Frees what a forward of an earlier iteration has left of units that run: a write may go unseen."""
         for unit in units:
-            if unit.handle.stays is Until.EARLIER:
+            if unit.buffers.stays is Until.EARLIER:
                 unit.reshard(Phase.FORWARD)
 
     def end_forward(self, call: ForwardCall, inputs: list[Node], with_grad: bool) -> None:
@@ -88,11 +88,11 @@ class Stays:
         self._leave(unit, after_outermost(call, with_grad, unit in self._root, alone), with_grad)
 
     def _leave(self, unit: Unit, until: Until, with_grad: bool) -> None:
-        handle = unit.handle
+        buffers = unit.buffers
         if until is Until.BACKWARD:
-            handle.stay(until)
-        elif unit in self._read_by_earlier and not handle.holds_changes:
-            handle.stay(Until.EARLIER)
+            buffers.stay(until)
+        elif unit in self._read_by_earlier and not buffers.holds_changes:
+            buffers.stay(Until.EARLIER)
         else:
             unit.reshard(Phase.FORWARD, unit.options.reshards_within if with_grad else None)
 
@@ -106,8 +106,8 @@ class Stays:
     def begin_backward(self) -> None:
         """Keeps parameters of earlier forwards for the backward that begins: recomputation reads them."""
         for unit in self._read_by_earlier:
-            if unit.handle.stays is Until.EARLIER:
-                unit.handle.stay(Until.BACKWARD)
+            if unit.buffers.stays is Until.EARLIER:
+                unit.buffers.stay(Until.BACKWARD)
 
     def end_backward(self) -> None:
         """Forgets which units the backward has read, which has ended."""
@@ -116,14 +116,14 @@ class Stays:
 
 def before_iteration(unit: Unit) -> Until:
     """Returns how long full parameters stay that an earlier iteration has left, when a new one begins."""
-    handle = unit.handle
-    if handle.stays is Until.NEXT or not unit.options.reshards_after_backward:
-        if handle.is_current:
-            return handle.stays
-    elif handle.stays in (Until.BACKWARD, Until.EARLIER):
+    buffers = unit.buffers
+    if buffers.stays is Until.NEXT or not unit.options.reshards_after_backward:
+        if buffers.is_current:
+            return buffers.stays
+    elif buffers.stays in (Until.BACKWARD, Until.EARLIER):
         # Forwards of modules around the unit may have computed with them: a tied output, a loss.
-        handle.shown.show_sharded()
-        if handle.is_current and not handle.holds_changes:
+        buffers.shown.show_sharded()
+        if buffers.is_current and not buffers.holds_changes:
             return Until.EARLIER
     return Until.NOW
 
@@ -165,7 +165,7 @@ def after_backward(unit: Unit, syncs: bool, keeps_graph: bool) -> Until:
         keeps_graph: Whether gradients have graphs (`create_graph`), whose own backward needs the parameters.
     """
     options = unit.options
-    if keeps_graph and (unit.doing is Doing.BACKWARD or unit.handle.stays is Until.BACKWARD):
+    if keeps_graph and (unit.doing is Doing.BACKWARD or unit.buffers.stays is Until.BACKWARD):
         return Until.FORWARD
     freed = options.reshards_after_backward and (options.reshard_after_forward or syncs)
     return Until.NOW if freed else Until.NEXT
@@ -176,7 +176,7 @@ def _needed_in_backward(call: ForwardCall, with_grad: bool, is_root: bool) -> bo
     if not torch.is_grad_enabled():
         return False
     if not with_grad:  # gradients may enter where no hook sees them
-        return call.watched > 0 or unit.handle.trainable
+        return call.watched > 0 or unit.buffers.segments.trainable
     if is_root and options.keeps_as_root:  # its backward comes first
         return unit.trains
     return not options.reshard_after_forward

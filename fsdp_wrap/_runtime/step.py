@@ -56,27 +56,27 @@ class Step(UnitTree):
     def before_forward(self, unit: Unit, part: nn.Module | None = None) -> ForwardCall:
         """Begins a forward call: unshards, and shows the modules the leaves; `exit_forward` must follow."""
         recompute = graph_task() != -1  # a forward inside a backward
-        handle = unit.handle
+        buffers = unit.buffers
         if self.depth == 0 and not recompute:
-            if handle.where is Where.LENT:
+            if buffers.where is Where.LENT:
                 refuse_lent(unit)  # before any state changes: other ranks may go on
             self._begin_iteration()
         what = Computing.RECOMPUTE if recompute else Computing.FORWARD
-        if handle.params:
+        if buffers.params:
             for act in unit.plug_ins.enters:
                 act(unit, what)
             if recompute:
                 unit.unshard(Phase.BACKWARD)
             else:
                 unit.forwards += self._trains
-                if handle.stays is Until.EARLIER:
+                if buffers.stays is Until.EARLIER:
                     self.stays.gather_anew((unit, *self.queue.order.coming_in_forward(unit)))
                 self.queue.enter(unit)
                 unit.unshard(Phase.FORWARD)
                 self.queue.entered(unit)
-            if handle.follow_requires_grad() or unit.hooked != handle.hookings:
+            if buffers.segments.follow_requires_grad() or unit.hooked != buffers.segments.hookings:
                 self.hook_leaves(unit)
-        handle.shown.show_leaves()
+        buffers.shown.show_leaves()
         for act in unit.plug_ins.computes:
             act(unit, what)
         for act in unit.plug_ins.sees:
@@ -102,13 +102,13 @@ class Step(UnitTree):
         for act in self.plug_ins.follows:
             act(self, self._units)
         for unit in self._units:
-            handle = unit.handle
-            if handle.where is not Where.SHARDED or handle.post_forward_shards is not None:
+            buffers = unit.buffers
+            if buffers.where is not Where.SHARDED or buffers.post_forward_shards is not None:
                 self.stays.begin_iteration(unit)
-            if handle.where is Where.SHARDED:
-                handle.follow_replaced()
-            if unit.hooked != handle.hookings:  # gradients may come without a forward of it
-                handle.follow_requires_grad()
+            if buffers.where is Where.SHARDED:
+                buffers.follow_replaced()
+            if unit.hooked != buffers.segments.hookings:  # gradients may come without a forward of it
+                buffers.segments.follow_requires_grad()
                 self.hook_leaves(unit)
         for act in self.plug_ins.forward_ready:
             act(self)
@@ -174,7 +174,7 @@ class Step(UnitTree):
     def exit_forward(self, call: ForwardCall) -> None:
         """Ends a forward call, whether it returned or raised."""
         self.depth -= 1
-        unit, handle = call.unit, call.unit.handle
+        unit, buffers = call.unit, call.unit.buffers
         unit.running -= 1
         recompute = graph_task() != -1
         for act in unit.plug_ins.computed:
@@ -182,8 +182,8 @@ class Step(UnitTree):
         if recompute:
             return
         over = unit.running == 0 and unit not in self.stays.waiting
-        if over and handle.where is Where.FULL and handle.stays is not Until.BACKWARD:
-            handle.shown.show_sharded()
+        if over and buffers.where is Where.FULL and buffers.stays is not Until.BACKWARD:
+            buffers.shown.show_sharded()
         if self.depth == 0:
             self.queue.end_forward()
             self.stays.drop_waiting()
@@ -212,18 +212,18 @@ class Step(UnitTree):
         """Shows modules the leaves of a call's forward; raises if their values have changed."""
         if self.end() is None:
             self._open_backward()
-        unit, handle = call.unit, call.unit.handle
+        unit, buffers = call.unit, call.unit.buffers
         try:
             self.queue.make_room_for(unit)
             for act in unit.plug_ins.enters:
                 act(unit, Computing.BACKWARD)
             unshards = unit.options.unshards_in_backward
-            if not unshards or handle.where is Where.FULL:  # else the gather looks
-                handle.look()
+            if not unshards or buffers.where is Where.FULL:  # else the gather looks
+                buffers.look()
             if unshards:
                 self.queue.come_back(unit)
                 unit.unshard(Phase.BACKWARD)
-                handle.shown.show_leaves()  # checkpointing inside the unit recomputes with them
+                buffers.shown.show_leaves()  # checkpointing inside the unit recomputes with them
             for act in unit.plug_ins.resumes:
                 act(call)
         except (RuntimeError, MemoryError) as error:
@@ -250,11 +250,11 @@ class Step(UnitTree):
         self.queue.order.begin_backward()
         self.stays.begin_backward()
         for unit in self._units:
-            handle = unit.handle
-            if handle.follow_requires_grad():  # other leaves than in the last forward
+            buffers = unit.buffers
+            if buffers.segments.follow_requires_grad():  # other leaves than in the last forward
                 self.hook_leaves(unit)
-            if handle.keeps_gradients:
-                handle.forget_zeroed()
+            if buffers.gradients.unsummed:
+                buffers.gradients.forget_zeroed()
             unit.arrivals.begin(every=self._keeps_graph or bool(unit.plug_ins.brings))
 
     @classmethod
@@ -336,7 +336,7 @@ class Step(UnitTree):
             if syncs:
                 self.queue.reduce(unit, phase)
             else:
-                unit.handle.collect_gradients()
+                unit.buffers.gradients.collect()
         except (RuntimeError, MemoryError) as error:
             self.explain(error)
             raise
@@ -347,12 +347,12 @@ class Step(UnitTree):
         # No hook has acted where each unit got less than a quarter.
         self.gradients_came = self.gradients_came or any([unit.arrivals.some_came() for unit in self._units])
         for unit in self._units:
-            handle = unit.handle
+            buffers = unit.buffers
             # Where its backward is over, a unit may have been prefetched by mistake.
-            if unit.arrivals.progress is not Progress.FINISHED or handle.where is not Where.SHARDED:
+            if unit.arrivals.progress is not Progress.FINISHED or buffers.where is not Where.SHARDED:
                 self.leave_backward(unit, Phase.FINAL_CALLBACK)
                 self.take_gradients(unit, Phase.FINAL_CALLBACK)
-            elif handle.keeps_gradients:
+            elif buffers.gradients.unsummed:
                 self.take_gradients(unit, Phase.FINAL_CALLBACK)
         for act in self.plug_ins.backward_ends:
             act(self)
@@ -364,7 +364,7 @@ class Step(UnitTree):
         """Ends a backward of this rank or of others; `waits` tells to wait for reductions."""
         for unit in self._units:
             if not (self.syncs and unit.options.syncs):
-                unit.handle.keep_accumulated()
+                unit.buffers.gradients.keep_accumulated()
         self.queue.send()
         self.close(waits)
         self._forget_backward()
@@ -396,5 +396,5 @@ class Step(UnitTree):
         for unit in self._units:
             unit.forwards = 0
             unit.arrivals.forget()
-            unit.handle.abandon_backward()
+            unit.buffers.abandon_backward()
             unit.reshard(Phase.IDLE)

@@ -1,4 +1,4 @@
-"""`Unit`: a wrapped module with its handle; its verbs issue collectives and report them."""
+"""`Unit`: a wrapped module with its buffers; its verbs issue collectives and report them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fsdp_wrap._core import (
     walk,
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
-from fsdp_wrap._params import EmptyHandle, ParamHandle, Segment, ShardedParams, Until, Where
+from fsdp_wrap._params import Buffers, NoBuffers, Segment, ShardedParams, Until, Where
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
 
@@ -108,7 +108,8 @@ class CastBuffers(PlugIn):
 
     def computes(self, unit: Unit, what: Computing) -> None:
         if what is not Computing.BACKWARD:
-            (unit.buffers.show_original if unit.handle.in_full else unit.buffers.show_cast)()
+            casts, in_full = unit.buffer_casts, unit.buffers.segments.in_full
+            (casts.show_original if in_full else casts.show_cast)()
 
 
 class StepState(ABC):
@@ -142,12 +143,12 @@ class Unit:
 
     Args:
         module: The wrapped module.
-        handle: Owner of its parameters; an `EmptyHandle` where it owns none.
+        buffers: Its parameters' memory; `NoBuffers` where it owns none.
         options: Settings.
         left: Tied parameters of the module that a unit above owns.
         lenders: Units that own parameters of the module too, such as its units over other meshes; they run
             whenever this unit does.
-        buffers: Casts of its buffers.
+        buffer_casts: Casts of its buffers.
         parts: Modules with a forward each, where `module` only groups them.
         initial: Describes the initial values, a line per parameter; None if they are unknown.
         mesh_label: Name of its mesh, where the module has units over several; empty for the first.
@@ -164,7 +165,7 @@ class Unit:
         companions: All units that run whenever it does: lenders and tied ones.
         follows: Whether it is a companion that leaves prefetches to the unit with which it runs.
         arrivals: Gradients that have come in the running backward.
-        hooked: The handle's `hookings` when leaves were hooked last.
+        hooked: The segments' `hookings` when leaves were hooked last.
         all_train: Whether every leaf needs a gradient.
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
     """
@@ -173,17 +174,17 @@ class Unit:
     companions: Sequence[Unit] = ()
     mesh_label = ""  # class defaults, for a deep copy that is being made
     plug_ins: PlugIns = everywhere
-    _of_gone = EmptyHandle()  # made before modules go, as the interpreter's end makes nothing
+    _of_gone = NoBuffers()  # made before modules go, as the interpreter's end makes nothing
 
     def __init__(
         self,
         module: nn.Module,
-        handle: ParamHandle,
+        buffers: Buffers,
         options: UnitOptions,
         *,
         left: frozenset[nn.Parameter] = frozenset(),
         lenders: Sequence[Unit] = (),
-        buffers: BufferCasts | None = None,
+        buffer_casts: BufferCasts | None = None,
         parts: Iterable[nn.Module] = (),
         initial: Callable[[Sequence[ShardedParams]], list[str]] | None = None,
         mesh_label: str = "",
@@ -192,8 +193,8 @@ class Unit:
         self.kept_module = module if parts else None  # a group of parts has no other owner
         self.parts = frozenset(parts)
         self._to_run: set[nn.Module | None] = set(self.parts)
-        self.handle, self.plug_ins = handle, handle.plug_ins
-        for sharded in handle.params:
+        self.buffers, self.plug_ins = buffers, buffers.plug_ins
+        for sharded in buffers.params:
             sharded.belong_to(self)
         self.options = options
         self.left = left
@@ -202,8 +203,8 @@ class Unit:
         self.tied: Sequence[Unit] = ()
         self.tied_to: Unit | None = None
         self.mesh_label, self.follows = mesh_label, bool(mesh_label)
-        self.buffers = buffers or BufferCasts((), None)
-        if self.buffers.casts:
+        self.buffer_casts = buffer_casts or BufferCasts((), None)
+        if self.buffer_casts.casts:
             self.plug_ins.attach(CastBuffers())
         self.fqn = mesh_label
         self.running = self.forwards = 0
@@ -212,7 +213,7 @@ class Unit:
         self.step: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
         self.hooked = -1
-        self.all_train = not handle.params
+        self.all_train = not buffers.params
         self.arrivals = Arrivals()
 
     @property
@@ -225,12 +226,12 @@ class Unit:
     @property
     def segments(self) -> Sequence[Segment]:
         """The segments of its parameters; none without parameters."""
-        return self.handle.segments
+        return self.buffers.segments
 
     @property
     def params(self) -> Sequence[ShardedParams]:
         """Its sharded parameters, by segment; none without parameters."""
-        return self.handle.params
+        return self.buffers.params
 
     @property
     def gone(self) -> bool:
@@ -253,7 +254,7 @@ class Unit:
 
     def _dissolve(self, _: object) -> None:
         """Drops all references when the module has gone: the units of a tree reference each other."""
-        self.handle, self.initial = self._of_gone, None
+        self.buffers, self.initial = self._of_gone, None
         self._hooked.clear()
 
     @property
@@ -303,7 +304,7 @@ class Unit:
 
     def _choose_casts(self) -> None:
         casts = self.options.casts
-        self.casts = NO_CASTS if self.handle.in_full or casts == NO_CASTS else casts
+        self.casts = NO_CASTS if self.buffers.segments.in_full or casts == NO_CASTS else casts
 
     def set(self, **options: Any) -> None:
         """Changes options."""
@@ -318,40 +319,41 @@ class Unit:
 
     def unshard(self, phase: Phase) -> None:
         """Makes the leaves usable: gathers unless prefetched, and waits for the gather."""
-        handle, at = self.handle, self.plug_ins
-        if handle.where is Where.LENT:
+        buffers, at = self.buffers, self.plug_ins
+        if buffers.where is Where.LENT:
             refuse_lent(self)
         for act in at.needs:
             act(self, phase)
-        if handle.where is Where.SHARDED:
+        if buffers.where is Where.SHARDED:
             self.gather(phase)
-        if handle.where is Where.GATHERING:
+        if buffers.where is Where.GATHERING:
             span = at.span(SpanKind.AWAIT_GATHER, phase, (self,)) if at.see_spans else NO_SPAN
             with span:
-                handle.wait()
+                buffers.wait()
             for act in at.full:
                 act(self)
 
     def gather(self, phase: Phase) -> bool:
         """Issues the all-gather; returns False if the unit is unsharded, or being gathered, already."""
-        handle, at = self.handle, self.plug_ins
-        if handle.where is not Where.SHARDED:
+        buffers, at = self.buffers, self.plug_ins
+        if buffers.where is not Where.SHARDED:
             return False
-        if handle.without_values:
+        valueless = buffers.segments.without_values
+        if valueless:
             raise NoValuesError(
                 f"parameters of {self.name} are on the meta device and have no values: "
-                f"{', '.join(handle.without_values)}; call to_empty(device=...) on the model and initialise "
+                f"{', '.join(valueless)}; call to_empty(device=...) on the model and initialise "
                 "or load them before the first forward"
             )
-        if handle.reduction is not None and handle.lends:
+        if buffers.gradients.reduction is not None and buffers.gradients.in_place:
             self.finish_reduction()
         assert self.step is not None
         for act in at.to_gather:
             act((self,), phase)
-        nbytes = handle.unsharded_nbytes
+        nbytes = buffers.segments.unsharded_nbytes
         span = at.span(SpanKind.GATHER, phase, (self,), nbytes) if at.see_spans else NO_SPAN
         with span:
-            handle.gather()
+            buffers.gather()
         for act in at.gathers:
             act(self, phase, nbytes, ())
         return True
@@ -363,29 +365,29 @@ class Unit:
             phase: Phase of the iteration.
             within: Ranks that share the full parameters until they are needed again.
         """
-        handle, at = self.handle, self.plug_ins
+        buffers, at = self.buffers, self.plug_ins
         # A backward inside a forward must leave it the leaves.
         if self.running > (phase is Phase.FORWARD):
             return
-        if handle.where is Where.GATHERING:  # a gather in flight still writes
+        if buffers.where is Where.GATHERING:  # a gather in flight still writes
             span = at.span(SpanKind.AWAIT_GATHER, phase, (self,)) if at.see_spans else NO_SPAN
             with span:
-                handle.wait()
-        if handle.reshard(within):
+                buffers.wait()
+        if buffers.reshard(within):
             for act in at.sharded:
-                act(self, phase, handle.unsharded_nbytes)
+                act(self, phase, buffers.segments.unsharded_nbytes)
 
     @property
     def defers(self) -> bool:
         """Whether the sum over the replicas waits for a later reduction."""
-        handle, schedule = self.handle, self.step
+        buffers, schedule = self.buffers, self.step
         if self.options.sums_over_replicas and (schedule is None or schedule.sums_over_replicas):
             return False
-        return handle.replicas.size > 1
+        return buffers.replicas.size > 1
 
     def reduce(self, phase: Phase) -> None:
         """Issues the reduction of the gradients; no other of the unit may be in flight."""
-        handle, at = self.handle, self.plug_ins
+        buffers, at = self.buffers, self.plug_ins
         assert self.step is not None
         # Asks the property only where it may hold: one frame less in a usual step.
         defers = not (self.options.sums_over_replicas and self.step.sums_over_replicas) and self.defers
@@ -393,35 +395,35 @@ class Unit:
             act((self,), phase, defers)
         span = at.span(SpanKind.REDUCE, phase, (self,)) if at.see_spans else NO_SPAN
         with span:
-            nbytes = span.nbytes = handle.start_reduction(not defers, self.options.counts_unused)
+            nbytes = span.nbytes = buffers.gradients.reduce(not defers, self.options.counts_unused)
         for act in at.reduces:
             act(self, phase, nbytes, ())
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, if any, and takes its result."""
-        handle, at = self.handle, self.plug_ins
-        if handle.reduction is None:
+        buffers, at = self.buffers, self.plug_ins
+        if buffers.gradients.reduction is None:
             return
         span = at.span(SpanKind.AWAIT_REDUCTION, None, (self,)) if at.see_spans else NO_SPAN
         with span:
-            handle.finish_reduction()
+            buffers.gradients.finish()
 
     # forward
 
     def hold(self) -> None:
         """Lets the next iteration take over the full parameters, unless they change."""
-        if self.handle.stays is Until.NOW:
-            self.handle.stays = Until.NEXT
+        if self.buffers.stays is Until.NOW:
+            self.buffers.stays = Until.NEXT
 
     def keep(self, until: Until) -> None:
         """Keeps the full parameters after a backward, and shows the sharded ones unless a forward runs."""
-        self.handle.stays = until
+        self.buffers.stays = until
         if not self.running:
-            self.handle.shown.show_sharded()
+            self.buffers.shown.show_sharded()
 
     def compute_in_full(self, in_full: bool) -> None:
         """Switches a sharded unit between its master dtype and its mixed precision."""
-        self.handle.compute_in_full(in_full)
+        self.buffers.compute_in_full(in_full)
         self._choose_casts()
 
     def ran(self, part: nn.Module | None) -> bool:
@@ -445,7 +447,7 @@ class Unit:
         """Returns the leaves that need gradients and are not hooked yet; the caller hooks them."""
         leaves = [leaf for segment in self.segments for leaf in segment.leaves]
         trainable = [leaf for leaf in leaves if leaf.requires_grad]
-        self.hooked = self.handle.hookings
+        self.hooked = self.buffers.segments.hookings
         self.arrivals.expect(trainable)
         self.all_train = len(trainable) == len(leaves)
         new = [leaf for leaf in trainable if leaf not in self._hooked]
@@ -456,7 +458,7 @@ class Unit:
         """Lets the leaves take gradients outside of a forward; returns False before the first use."""
         if self.step is None:
             return False
-        if self.handle.follow_requires_grad() or self.hooked != self.handle.hookings:
+        if self.buffers.segments.follow_requires_grad() or self.hooked != self.buffers.segments.hookings:
             self.step.hook_leaves(self)
         return True
 
@@ -478,10 +480,10 @@ class Unit:
         Args:
             syncs: Whether gradients are reduced now.
         """
-        handle = self.handle
-        if self.arrivals.owes or handle.holds_gradients:
+        gradients = self.buffers.gradients
+        if self.arrivals.owes or gradients.untaken:
             return True
-        waits = handle.keeps_gradients and handle.keeps_partial and handle.reduction is None
+        waits = gradients.unsummed and gradients.partly_summed and gradients.reduction is None
         return syncs and waits and not self.defers
 
     @property
@@ -504,13 +506,13 @@ class ForwardCall:
         self.task = -1
         """Graph task of its running backward; -1 for none."""
         self._awaited = 0
-        handle = unit.handle
-        self.values = handle.values
-        """The handle's `values` in the forward: the version of the leaves it computes with."""
-        self.written = handle.written
-        """The handle's `written` in the forward."""
-        self.generation = handle.generation
-        """The handle's `generation` in the forward: leaves of another one have replaced these."""
+        buffers = unit.buffers
+        self.values = buffers.values
+        """The buffers' `values` in the forward: the version of the leaves it computes with."""
+        self.written = buffers.written
+        """The buffers' `written` in the forward."""
+        self.generation = buffers.segments.generation
+        """The segments' `generation` in the forward: leaves of another one have replaced these."""
 
     def open(self, task: int, inputs: list[Node]) -> None:
         """Begins its backward in a graph task; `inputs` are the nodes of watched inputs."""
@@ -519,7 +521,7 @@ class ForwardCall:
         arrivals = self.unit.arrivals
         arrivals.open_calls += self.watched > 0
         if self.unit.ends_together:
-            arrivals.owes = self.unit.handle.trainable
+            arrivals.owes = self.unit.buffers.segments.trainable
 
     def input_done(self) -> bool:
         """Notes that an input's gradient is done; returns whether it was the last that the unit awaited."""
@@ -534,7 +536,7 @@ class ForwardCall:
 
 def refuse_lent(unit: Unit) -> NoReturn:
     """Refuses to compute with a unit whose parameters are lent."""
-    if not unit.handle.summoned:
+    if not unit.buffers.lent.summoned:
         raise RuntimeError(
             f"a state dict with the parameters of {unit.name} is being taken or loaded; run forward or "
             "backward after that"
@@ -566,14 +568,14 @@ def hooked_for(view: torch.Tensor, inputs: list[Node]) -> torch.Tensor:
     return view if graph_task() != -1 and will_run([node]) else base
 
 
-def handles_of(units: Iterable[Unit]) -> list[ParamHandle]:
-    """Returns the handles of the units that have parameters."""
-    return [unit.handle for unit in units if unit.params]
+def buffers_of(units: Iterable[Unit]) -> list[Buffers]:
+    """Returns the buffers of the units that have parameters."""
+    return [unit.buffers for unit in units if unit.params]
 
 
 def communicators_of(units: Iterable[Unit]) -> list[Communicator]:
     """Returns the communicators of units, each once: within their copies, and over the replicas."""
-    return [*dict.fromkeys(ranks for unit in units for ranks in unit.handle.communicators)]
+    return [*dict.fromkeys(ranks for unit in units for ranks in unit.buffers.communicators)]
 
 
 def will_run(nodes: Iterable[Node]) -> int:

@@ -7,7 +7,7 @@ Must never know: which front-end made a unit, and where a checkpoint lies.
 """
 
 from fsdp_wrap._state.copies import deepcopy_wrapper
-from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_handles, summon_full_params
+from fsdp_wrap._state.full_params import full_units, is_summoned, sharded_buffers, summon_full_params
 from fsdp_wrap._state.full_values import (
     FirstRank,
     FullParams,

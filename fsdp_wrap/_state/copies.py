@@ -36,7 +36,7 @@ def deepcopy_wrapper(wrapper: Wrapper, unit: Unit, memo: dict[int, Any]) -> Wrap
     for old in units:
         require_idle([old], "copy.deepcopy()")
         refuse_summoned([old], "copying the wrapped module")
-        old.handle.shown.show_sharded()
+        old.buffers.shown.show_sharded()
     params: dict[Unit, list[ShardedParams]] = {}
     for old in units:
         memo[id(old)] = Unit.__new__(Unit)  # an empty one, to which the copied modules can refer
@@ -77,11 +77,11 @@ def _make_unit(old: Unit, params: list[ShardedParams], memo: dict[int, Any]) -> 
     Unit.__init__(
         new,
         module,
-        old.handle.with_params(params),
+        old.buffers.with_params(params),
         old.options.copied(memo),
         left=frozenset(copy.deepcopy(param, memo) for param in old.left if not is_owned(param)),
         lenders=[memo[id(lender)] for lender in old.lenders],
-        buffers=copy.deepcopy(old.buffers, memo),
+        buffer_casts=copy.deepcopy(old.buffer_casts, memo),
         parts=[copy.deepcopy(part, memo) for part in old.parts],
         mesh_label=old.mesh_label,
     )

@@ -14,8 +14,8 @@ from fsdp_wrap._by_hand import note_change, require_idle
 from fsdp_wrap._checks import refuse_replaced
 from fsdp_wrap._comm import calling
 from fsdp_wrap._core import NotIdleError
-from fsdp_wrap._params import ParamHandle, Summoning
-from fsdp_wrap._runtime import Unit, communicators_of, handles_of, units_in
+from fsdp_wrap._params import Buffers, LentParams, Summoning
+from fsdp_wrap._runtime import Unit, buffers_of, communicators_of, units_in
 from fsdp_wrap._state.originals import used_by
 
 _EVERYWHERE = Summoning()
@@ -23,7 +23,7 @@ _EVERYWHERE = Summoning()
 
 def is_summoned(unit: Unit) -> bool:
     """Whether the unit's full parameters are in the user's hands."""
-    return unit.handle.summoned
+    return unit.buffers.lent.summoned
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def summon_full_params(
     require_idle(units, "Cannot manually unshard parameters during forward/backward: summon_full_params")
     refuse_summoned(units, "another summon_full_params()")
     for unit in units:
-        if with_grads and unit.handle.accumulates:
+        if with_grads and unit.buffers.gradients.accumulated:
             raise RuntimeError(
                 f"{unit.name} holds gradients accumulated under no_sync, which are not reduced yet; call "
                 "summon_full_params(with_grads=True) after a backward outside of no_sync, or zero them"
@@ -90,7 +90,7 @@ def full_units(
     how = replace(how, tells_edits=writeback and not how.rank0_only)
     with _taken_back(summoned, writeback):
         gathered = (unit for unit in used_by(units) if not is_summoned(unit))
-        with calling(doing, [handle.communicator.positions for handle in handles_of(gathered)]):
+        with calling(doing, [buffers.communicator.positions for buffers in buffers_of(gathered)]):
             for unit in units:
                 summoned += summon(unit, how)
         with _all_or_none(summoned if how.rank0_only and writeback else ()):
@@ -98,7 +98,7 @@ def full_units(
             if writeback:
                 _take_edits(summoned)
                 # Without replicas and gathers nothing else tells a rank that does this alone.
-                note_change((unit for unit in summoned if unit.handle.edited), "edit", summoned)
+                note_change((unit for unit in summoned if unit.buffers.lent.edited), "edit", summoned)
 
 
 @contextmanager
@@ -109,8 +109,8 @@ def _taken_back(units: Iterable[Unit], writeback: bool) -> Iterator[None]:
         yield
         kept = writeback
     finally:
-        for handle in handles_of(units):
-            handle.dismiss(kept)
+        for buffers in buffers_of(units):
+            buffers.take_back(kept)
 
 
 @contextmanager
@@ -141,12 +141,12 @@ def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
     """Shows the buffers of units in their own dtype."""
     units = list(units)
     for unit in units:
-        unit.buffers.hold_original()
+        unit.buffer_casts.hold_original()
     try:
         yield
     finally:
         for unit in units:
-            unit.buffers.release()
+            unit.buffer_casts.release()
 
 
 def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
@@ -155,15 +155,16 @@ def summon(unit: Unit, how: Summoning = _EVERYWHERE) -> list[Unit]:
     summoned = [used_unit for used_unit in used if not is_summoned(used_unit)]
     for used_unit in used if not how.rank0_only else ():
         refuse_hidden(used_unit)
-    sharded_handles(summoned)  # summoning would leave no trace of what was replaced
-    for handle in handles_of(summoned):
-        handle.summon(how)
+    sharded_buffers(summoned)  # summoning would leave no trace of what was replaced
+    for buffers in buffers_of(summoned):
+        buffers.become_sharded()
+        buffers.lend(LentParams.full(buffers.params, buffers.communicator, buffers.replicas, how))
     return summoned
 
 
 def refuse_hidden(unit: Unit) -> None:
     """Raises if full parameters are summoned on the first rank only (`rank0_only`), and this is another."""
-    if is_summoned(unit) and not unit.handle.shows_full:
+    if is_summoned(unit) and not unit.buffers.lent.shows_full:
         raise RuntimeError(
             f"the full parameters of {unit.name} are on the first rank only: this call must come after "
             f"summon_full_params(rank0_only=True), or on that rank alone, not on rank {dist.get_rank()}"
@@ -179,7 +180,7 @@ def dismiss(units: Sequence[Unit], writeback: bool) -> None:
 
 def _take_edits(units: Iterable[Unit]) -> None:
     for unit in units:
-        unit.handle.take_edits(unit.name_of(""))
+        unit.buffers.lent.take_edits(unit.name_of(""))
 
 
 def refuse_summoned(units: Iterable[Unit], doing: str) -> None:
@@ -197,18 +198,18 @@ def settle(units: Iterable[Unit], doing: str) -> None:
     used = used_by(units)
     require_idle(used, doing)
     refuse_summoned(used, doing)
-    ready = {*sharded_handles(used)}
+    ready = {*sharded_buffers(used)}
     for unit in used:
-        if unit.params and unit.handle not in ready:
+        if unit.params and unit.buffers not in ready:
             raise RuntimeError(f"{doing} must not run while a state dict of {unit.name} is taken or loaded")
 
 
-def sharded_handles(units: Iterable[Unit]) -> list[ParamHandle]:
-    """Reshards units and their lenders; returns their handles, save those that show something on purpose."""
-    handles = []
+def sharded_buffers(units: Iterable[Unit]) -> list[Buffers]:
+    """Reshards units and their lenders; returns their buffers, save those that show something on purpose."""
+    all_buffers = []
     for unit in used_by(units):
-        if unit.handle.become_sharded():
-            for segment in unit.handle.segments:
+        if unit.buffers.become_sharded():
+            for segment in unit.buffers.segments:
                 refuse_replaced(unit, segment.params)
-            handles.append(unit.handle)
-    return handles
+            all_buffers.append(unit.buffers)
+    return all_buffers

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._comm import Communicator, Pending, calling, deaths_told, make_communicator, ranks_in
 from fsdp_wrap._core import is_castable, is_owned, named, params, persistent, saved_tensors
 from fsdp_wrap._core.torch_private import ShardedTensor, pytree
-from fsdp_wrap._params import FlatParameter, IntervalTensor, LocalPart, ParamHandle, assemble
-from fsdp_wrap._runtime import Unit, handles_of, units_in
+from fsdp_wrap._params import Buffers, FlatParameter, IntervalTensor, LocalPart, assemble
+from fsdp_wrap._runtime import Unit, buffers_of, units_in
 from fsdp_wrap._state.full_params import original_buffers, settle
 from fsdp_wrap._state.originals import Originals, owned_places, uncompiled_fqn
 
@@ -95,20 +95,20 @@ class FullValue:
         return same_ranks and self.dtype == other.dtype and self.part is other.part is None
 
 
-def full_values(handle: ParamHandle) -> list[FullValue]:
-    """Returns a handle's parameters, by layout and index; in master dtype."""
+def full_values(buffers: Buffers) -> list[FullValue]:
+    """Returns a unit's parameters, by layout and index; in master dtype."""
     return [
         FullValue(
             (sharded, index),
             interval.held_shape,
             sharded.dtype,
-            handle.communicator,
+            buffers.communicator,
             lengths,
             copier(interval.data),
             interval.part,
             None if sharded.wanted(index) is None else partial(sharded.whole, index),
         )
-        for sharded in handle.params
+        for sharded in buffers.params
         for index, (interval, lengths) in enumerate(zip(sharded.intervals(), sharded.layout.held_by_rank()))
     ]
 
@@ -472,10 +472,10 @@ def settled_units(module: nn.Module, doing: str) -> list[Unit]:
 
 
 def _params(names: Originals, numbers: bool) -> Iterator[FullValue]:
-    handles = dict.fromkeys(
-        original.handle for original in names.by_name.values() if original.handle is not None
+    all_buffers = dict.fromkeys(
+        original.buffers for original in names.by_name.values() if original.buffers is not None
     )
-    owned = {value.key: value for handle in handles for value in full_values(handle)}
+    owned = {value.key: value for buffers in all_buffers for value in full_values(buffers)}
     for fqn, original in names.by_name.items():
         if original.key in owned:
             value, side = owned[original.key], original.side_data
@@ -557,12 +557,12 @@ class FirstRank:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        handles = handles_of(units_in(module).values())
-        self.steps: list[Communicator] = [handles[0].replicas, handles[0].communicator] if handles else []
-        self._beside = _beside(handles)
+        owners = buffers_of(units_in(module).values())
+        self.steps: list[Communicator] = [owners[0].replicas, owners[0].communicator] if owners else []
+        self._beside = _beside(owners)
         self.steps[:0] = self._beside
         first_of_all = not dist.is_initialized() or dist.get_rank() == 0
-        self.is_here = all(communicator.rank == 0 for communicator in self.steps) if handles else first_of_all
+        self.is_here = all(communicator.rank == 0 for communicator in self.steps) if owners else first_of_all
 
     def wants(self, value: FullValue) -> bool:
         """Whether this rank keeps a value that is gathered."""
@@ -572,10 +572,10 @@ class FirstRank:
         """Returns the one rank of the value's communicator that receives it; None if all do."""
         return 0 if value.communicator in self.steps[-1:] else None
 
-    def is_first_with(self, handle: ParamHandle) -> bool:
+    def is_first_with(self, buffers: Buffers) -> bool:
         """Whether it is the first rank with its shard of parameters that tensor parallelism does not cut."""
-        own = handle.communicator.members  # which hold other rows, also those of them that are beside
-        return handle.replicas.rank == 0 and all(
+        own = buffers.communicator.members  # which hold other rows, also those of them that are beside
+        return buffers.replicas.rank == 0 and all(
             communicator.rank == 0 or communicator.members <= own for communicator in self._beside
         )
 
@@ -693,13 +693,13 @@ def _noting(tensors: Iterator[Named], errors: list[Exception]) -> Iterator[Named
         raise
 
 
-def _beside(handles: Iterable[ParamHandle]) -> list[Communicator]:
+def _beside(all_buffers: Iterable[Buffers]) -> list[Communicator]:
     """Returns what leads to the ranks that hold other parts, where tensor parallelism has distributed any."""
-    for handle in handles:
+    for buffers in all_buffers:
         for part in (
-            part for sharded in handle.params for part in sharded.distributed or () if part is not None
+            part for sharded in buffers.params for part in sharded.distributed or () if part is not None
         ):
-            device, mesh = handle.communicator.device, part.mesh
+            device, mesh = buffers.communicator.device, part.mesh
             groups = (mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in part.own)
             return [make_communicator(ranks_in(group), device) for group in groups]
     return []

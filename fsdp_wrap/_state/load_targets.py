@@ -39,8 +39,8 @@ from fsdp_wrap._params import (
     SideData,
     boxes_of,
 )
-from fsdp_wrap._runtime import Unit, handles_of, units_in
-from fsdp_wrap._state.full_params import original_buffers, sharded_handles
+from fsdp_wrap._runtime import Unit, buffers_of, units_in
+from fsdp_wrap._state.full_params import original_buffers, sharded_buffers
 from fsdp_wrap._state.full_values import shape_of
 from fsdp_wrap._state.misfits import quoted, shown, tell_prefix
 from fsdp_wrap._state.originals import Original, owned_places, used_by
@@ -158,8 +158,8 @@ class Targets:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._units = module, list(units_in(module).values())
-        handles = handles_of(used_by(self._units))
-        ready = len(sharded_handles(self._units)) == len(handles)
+        all_buffers = buffers_of(used_by(self._units))
+        ready = len(sharded_buffers(self._units)) == len(all_buffers)
         modules = [
             (clean_fqn(f"{name}.").lstrip("."), submodule) for name, submodule in walk(module, all_names=True)
         ]

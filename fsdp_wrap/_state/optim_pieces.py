@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_wrap._comm import Communicator, calling
 from fsdp_wrap._params import IntervalTensor
-from fsdp_wrap._runtime import handles_of, units_in
+from fsdp_wrap._runtime import buffers_of, units_in
 from fsdp_wrap._state.full_values import FullValue, copier, stream
 from fsdp_wrap._state.optim_params import rank, same_values
 from fsdp_wrap._state.originals import Original, Originals
@@ -158,8 +158,8 @@ def _exchanged(
     """Yields parameters with each rank's metadata of their state; collective over their ranks."""
     by_group: dict[Communicator, list[Original]] = {}
     for original in originals:
-        if original.handle is not None:
-            by_group.setdefault(original.handle.communicator, []).append(original)
+        if original.buffers is not None:
+            by_group.setdefault(original.buffers.communicator, []).append(original)
     ranks: dict[Communicator, list[_RankState]] = {}
     with calling("optim_state_dict()", [communicator.positions for communicator in by_group]):
         for communicator, members in by_group.items():
@@ -223,10 +223,10 @@ def refitted(model: nn.Module, state_dict: Any) -> Any:
         model: The wrapped module, or one that contains it.
         state_dict: By name, of this rank; anything else is returned as it is.
     """
-    handles = handles_of(units_in(model).values())
-    if not handles:
+    all_buffers = buffers_of(units_in(model).values())
+    if not all_buffers:
         return state_dict
-    communicator = max((handle.communicator for handle in handles), key=lambda group: group.size)
+    communicator = max((buffers.communicator for buffers in all_buffers), key=lambda group: group.size)
     names = Originals(model)
     states: Mapping[str, State] = state_dict.get("state", {}) if isinstance(state_dict, Mapping) else {}
     if all(communicator.all_gather_object(_fits(names, states))):

@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._core import Place, clean_fqn, named, params
 from fsdp_wrap._core.torch_private import pytree
 from fsdp_wrap._params import (
+    Buffers,
     FlatParameter,
     FlatPiece,
     Interval,
     IntervalTensor,
-    ParamHandle,
     ShardedParams,
     SideData,
     Spread,
     by_rows,
     to_local,
 )
-from fsdp_wrap._runtime import Unit, handles_of, units_in
+from fsdp_wrap._runtime import Unit, buffers_of, units_in
 
 
 def used_by(units: Iterable[Unit]) -> list[Unit]:
@@ -41,7 +41,7 @@ class Original:
     Attributes:
         fqn: Its first name in the unwrapped module, or in its unit where only units were asked.
         interval: This rank's part of it.
-        handle: Owner of its storage; None where no unit owns it.
+        buffers: Owners of its storage; None where no unit owns it.
         sharded: The sharded parameters of its segment.
         index: Its position among them.
         order: Position among the unwrapped module's parameters, where that was asked.
@@ -49,7 +49,7 @@ class Original:
 
     fqn: str
     interval: Interval
-    handle: ParamHandle | None = None
+    buffers: Buffers | None = None
     sharded: ShardedParams | None = None
     index: int = 0
     order: int = 0
@@ -99,9 +99,9 @@ class Original:
 
     @property
     def _spread(self) -> Spread | None:
-        if self.handle is None or self.sharded is None:
+        if self.buffers is None or self.sharded is None:
             return None
-        return Spread(self.handle.held_by, self.interval.at, self.sharded.layout.shard_numel)
+        return Spread(self.buffers.held_by, self.interval.at, self.sharded.layout.shard_numel)
 
     def piece(self, held: torch.Tensor) -> IntervalTensor:
         """Wraps this rank's elements of a tensor of the parameter's shape."""
@@ -226,7 +226,7 @@ class Originals:
         """Returns the bytes, in full, of the largest unit's parameters, or parameter outside of units."""
         sizes: dict[object, int] = {}
         for fqn, original in self.by_name.items():
-            key = original.handle or fqn
+            key = original.buffers or fqn
             sizes[key] = sizes.get(key, 0) + original.shape.numel() * original.source.element_size()
         return max(sizes.values(), default=0)
 
@@ -251,7 +251,7 @@ def _walk(module: nn.Module) -> Iterator[Original]:
         if original is None and param is not None and id(param) not in sources:
             original = uncut(fqn, param)  # else it is a `FlatParameter`
         if original is not None and original.key not in seen:
-            where = original.interval, original.handle, original.sharded, original.index
+            where = original.interval, original.buffers, original.sharded, original.index
             yield Original(uncompiled_fqn(fqn), *where, order=len(seen))  # faster than `replace`
             seen.add(original.key)
 
@@ -267,11 +267,11 @@ def uncut(fqn: str, tensor: torch.Tensor) -> Original:
     return Original(fqn, Interval(fqn, tensor.shape, 0, flat, cast(nn.Parameter, tensor), 0))
 
 
-def originals_in(handle: ParamHandle) -> list[Original]:
-    """Returns what a handle owns, in the order of its layouts."""
+def originals_in(buffers: Buffers) -> list[Original]:
+    """Returns what a unit's buffers own, in the order of their layouts."""
     return [
-        Original(interval.fqn, interval, handle, sharded, index)
-        for sharded in handle.params
+        Original(interval.fqn, interval, buffers, sharded, index)
+        for sharded in buffers.params
         for index, interval in enumerate(sharded.intervals())
     ]
 
@@ -280,8 +280,8 @@ def owned_places(units: Iterable[Unit]) -> dict[Place, Original]:
     """Returns the parameters that units use, own and borrowed ones, by all places that show them."""
     return {
         place: original
-        for handle in handles_of(used_by(units))
-        for original in originals_in(handle)
+        for buffers in buffers_of(used_by(units))
+        for original in originals_in(buffers)
         for place in original.places
     }
 

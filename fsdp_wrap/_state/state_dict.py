@@ -34,15 +34,23 @@ from fsdp_wrap._core import (
     params,
     walk,
 )
-from fsdp_wrap._params import IntervalTensor, ParamHandle, ShardedParams, Spread, to_local
-from fsdp_wrap._runtime import Unit, handles_of, units_in
+from fsdp_wrap._params import (
+    Buffers,
+    IntervalTensor,
+    LentParams,
+    ShardedParams,
+    Spread,
+    distributed_names,
+    to_local,
+)
+from fsdp_wrap._runtime import Unit, buffers_of, units_in
 from fsdp_wrap._state.full_params import (
     dismiss,
     is_summoned,
     original_buffers,
     refuse_hidden,
     refuse_summoned,
-    sharded_handles,
+    sharded_buffers,
     summon,
 )
 from fsdp_wrap._state.full_values import FirstRank, full_values, offloaded, stream, unsharded
@@ -53,7 +61,7 @@ from fsdp_wrap._state.side_data import load_side_data
 
 def by_mesh(settings: StateDictSettings, units: Iterable[Unit]) -> StateDictSettings:
     """Returns settings with sharded values as `DTensor`s, if one of the wrappers was given a mesh."""
-    meshed = any(handle.held_by.given is not None for handle in handles_of(units))
+    meshed = any(buffers.held_by.given is not None for buffers in buffers_of(units))
     if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT or not meshed:
         return settings
     of_model, of_optim = settings.state_dict_config, settings.optim_state_dict_config
@@ -165,7 +173,7 @@ def _taken_tensors(unit: Unit) -> Iterator[torch.Tensor]:
         if shown is not None:
             yield shown
     for owner in units:
-        yield from owner.buffers.shown()
+        yield from owner.buffer_casts.shown()
 
 
 def _modules(unit: Unit) -> Iterator[nn.Module]:
@@ -215,37 +223,36 @@ def _replaced(
     # Copies, as torch's: they keep today's values. Variables are the memory itself; local shards are copied
     # later.
     copied = offload or not (keep_vars or kind is StateDictType.LOCAL_STATE_DICT)
-    handles = _replaceable(unit)
+    all_buffers = _replaceable(unit)
     try:
-        for handle in handles:
+        for buffers in all_buffers:
             if kind is StateDictType.FULL_STATE_DICT:
-                _show(handle, _full_copies(handle, offload, only))
+                _show(buffers, _full_copies(buffers, offload, only))
             elif wants_dtensors(settings.state_dict_config):
-                _show(handle, _rows(handle, offload))
+                _show(buffers, _rows(buffers, offload))
             else:
-                _show(handle, _saved_pieces(handle, offload, copied))
+                _show(buffers, _saved_pieces(buffers, offload, copied))
         yield
     finally:
-        for handle in handles:
-            handle.dismiss()
+        for buffers in all_buffers:
+            buffers.take_back()
 
 
-def _replaceable(unit: Unit) -> list[ParamHandle]:
-    """Reshards a unit and its lenders; returns their handles, except those replaced already."""
+def _replaceable(unit: Unit) -> list[Buffers]:
+    """Reshards a unit and its lenders; returns their buffers, except those replaced already."""
     for used_unit in used_by([unit]):
         refuse_hidden(used_unit)
-    return sharded_handles([unit])
+    return sharded_buffers([unit])
 
 
-def _show(handle: ParamHandle, values: Iterable[torch.Tensor]) -> None:
+def _show(buffers: Buffers, values: Iterable[torch.Tensor]) -> None:
     """Shows other values in the place of sharded parameters, in the order of `originals_in`."""
     remaining = iter(values)
-    handle.replace(
-        [
-            [_as_param(sharded, index, next(remaining)) for index in range(len(sharded.layout.fqns))]
-            for sharded in handle.params
-        ]
-    )
+    shown = [
+        [_as_param(sharded, index, next(remaining)) for index in range(len(sharded.layout.fqns))]
+        for sharded in buffers.params
+    ]
+    buffers.lend(LentParams.others(buffers.params, shown))
 
 
 def _as_param(sharded: ShardedParams, index: int, value: torch.Tensor) -> Any:
@@ -259,24 +266,24 @@ def _as_param(sharded: ShardedParams, index: int, value: torch.Tensor) -> Any:
     return value.requires_grad_(trains)
 
 
-def _full_copies(handle: ParamHandle, offload: bool, only: FirstRank | None) -> Iterator[torch.Tensor]:
-    values = full_values(handle)
+def _full_copies(buffers: Buffers, offload: bool, only: FirstRank | None) -> Iterator[torch.Tensor]:
+    values = full_values(buffers)
     # All at once, and small ones together: the caller keeps everything anyway.
     copies = stream(values, 2 * sum(value.nbytes for value in values), only=only, to_host=offload)
     return (copied for _, copied in copies)
 
 
-def _saved_pieces(handle: ParamHandle, offload: bool, copied: bool) -> Iterator[IntervalTensor]:
-    for original in originals_in(handle):
+def _saved_pieces(buffers: Buffers, offload: bool, copied: bool) -> Iterator[IntervalTensor]:
+    for original in originals_in(buffers):
         held = original.interval.data
         yield original.piece(offloaded(held, offload) if copied else held)
 
 
-def _rows(handle: ParamHandle, offload: bool) -> Iterator[torch.Tensor]:
+def _rows(buffers: Buffers, offload: bool) -> Iterator[torch.Tensor]:
     """Yields this rank's rows of one parameter after the other; collective."""
-    cut = [value for value in full_values(handle) if value.whole is None]
+    cut = [value for value in full_values(buffers) if value.whole is None]
     gathered = stream(cut, 2 * max((value.nbytes for value in cut), default=0))
-    for original in originals_in(handle):
+    for original in originals_in(buffers):
         if original.wanted is not None:  # what a subclass holds has rows of its own
             yield original.piece(offloaded(original.interval.data, offload))
             continue
@@ -294,10 +301,11 @@ def _shard_copy(sharded: ShardedParams, to_host: bool = False) -> torch.Tensor:
 
 
 def _refuse_distributed(unit: Unit) -> None:
-    for handle in handles_of([unit]):
-        if handle.distributed:
+    for buffers in buffers_of([unit]):
+        distributed = distributed_names(buffers.params)
+        if distributed:
             raise NotImplementedError(
-                f"parameter '{unit.name_of(handle.distributed[0])}' was distributed by tensor parallelism "
+                f"parameter '{unit.name_of(distributed[0])}' was distributed by tensor parallelism "
                 "before it was wrapped, and no name tells flat shards of its parts apart: take a state dict "
                 "of type SHARDED_STATE_DICT"
             )
@@ -307,15 +315,15 @@ def _make_local(unit: Unit, call: Taking, state_dict: dict[str, Any], prefix: st
     for place in owned_places([unit]):  # some of them may be of units below
         for name in call.names.get(place, ()):
             state_dict.pop(name, None)
-    for handle in handles_of([unit]):
-        for sharded in handle.params:
-            state_dict[prefix + sharded.name] = _flat_shard(handle, sharded, _shard_copy(sharded, offload))
+    for buffers in buffers_of([unit]):
+        for sharded in buffers.params:
+            state_dict[prefix + sharded.name] = _flat_shard(buffers, sharded, _shard_copy(sharded, offload))
 
 
-def _flat_shard(handle: ParamHandle, sharded: ShardedParams, shard: torch.Tensor) -> IntervalTensor:
+def _flat_shard(buffers: Buffers, sharded: ShardedParams, shard: torch.Tensor) -> IntervalTensor:
     """Returns a shard as an interval of the flat buffer, so other ranks' shards are not taken for copies."""
-    start = handle.communicator.rank * sharded.layout.shard_numel
-    spread = Spread(handle.held_by, 0, sharded.layout.shard_numel)
+    start = buffers.communicator.rank * sharded.layout.shard_numel
+    spread = Spread(buffers.held_by, 0, sharded.layout.shard_numel)
     return IntervalTensor(torch.Size([sharded.layout.numel]), start, shard, spread=spread)
 
 
@@ -400,10 +408,10 @@ def _distribute(originals: Iterable[tuple[str, Original]], state_dict: dict[str,
 def _begin_full_load(unit: Unit) -> Callable[[bool], None]:
     """Shows full parameters while modules load into them; then each rank takes its part."""
     summoned = summon(unit)
-    unit.buffers.hold_original()
+    unit.buffer_casts.hold_original()
 
     def end(keep: bool) -> None:
-        unit.buffers.release()
+        unit.buffer_casts.release()
         dismiss(summoned, writeback=keep)
 
     return end
@@ -411,19 +419,21 @@ def _begin_full_load(unit: Unit) -> Callable[[bool], None]:
 
 def _begin_sharded_load(unit: Unit) -> Callable[[bool], None]:
     """Shows `IntervalTensor`s over copies of the shards while modules load into them; nothing is gathered."""
-    staged: list[tuple[ParamHandle, list[torch.Tensor]]] = []
-    for handle in _replaceable(unit):
-        shards = [_shard_copy(sharded) for sharded in handle.params]
-        cut = (held for sharded, shard in zip(handle.params, shards) for held in sharded.layout.pieces(shard))
-        _show(handle, map(Original.piece, originals_in(handle), cut))
-        staged.append((handle, shards))
-    unit.buffers.hold_original()
+    staged: list[tuple[Buffers, list[torch.Tensor]]] = []
+    for buffers in _replaceable(unit):
+        shards = [_shard_copy(sharded) for sharded in buffers.params]
+        cut = (
+            held for sharded, shard in zip(buffers.params, shards) for held in sharded.layout.pieces(shard)
+        )
+        _show(buffers, map(Original.piece, originals_in(buffers), cut))
+        staged.append((buffers, shards))
+    unit.buffer_casts.hold_original()
 
     def end(keep: bool) -> None:
-        unit.buffers.release()
-        for handle, shards in staged:
-            handle.dismiss()
-            for sharded, shard in zip(handle.params, shards) if keep else ():
+        unit.buffer_casts.release()
+        for buffers, shards in staged:
+            buffers.take_back()
+            for sharded, shard in zip(buffers.params, shards) if keep else ():
                 sharded.read_shard(shard)
 
     return end
@@ -444,10 +454,10 @@ def _expand_local(
     """Replaces flat shards by their pieces, in place; keeps shards that do not fit, and returns errors."""
     problems: list[str] = []
     pieces: dict[ShardedParams | None, list[torch.Tensor]] = {}
-    for key, handle, sharded in _shard_names(units, prefix):
+    for key, buffers, sharded in _shard_names(units, prefix):
         if key not in state_dict:
             continue
-        own = _flat_shard(handle, sharded, torch.empty(sharded.layout.shard_numel, device="meta"))
+        own = _flat_shard(buffers, sharded, torch.empty(sharded.layout.shard_numel, device="meta"))
         given = state_dict[key]
         plain = isinstance(given, torch.Tensor) and not isinstance(given, IntervalTensor) and given.dim() == 1
         saved = own.with_piece(given) if plain else given
@@ -470,8 +480,8 @@ def _expand_local(
     return problems
 
 
-def _shard_names(units: Mapping[str, Unit], prefix: str) -> Iterator[tuple[str, ParamHandle, ShardedParams]]:
+def _shard_names(units: Mapping[str, Unit], prefix: str) -> Iterator[tuple[str, Buffers, ShardedParams]]:
     for fqn, unit in units.items():
-        for handle in handles_of([unit]):
-            for sharded in handle.params:
-                yield prefix + joined(fqn, sharded.name), handle, sharded
+        for buffers in buffers_of([unit]):
+            for sharded in buffers.params:
+                yield prefix + joined(fqn, sharded.name), buffers, sharded

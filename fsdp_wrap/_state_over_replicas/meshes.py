@@ -27,7 +27,7 @@ from fsdp_wrap._comm import (
 )
 from fsdp_wrap._core import DataParallelMeshDims
 from fsdp_wrap._core.torch_private import flattened_mesh
-from fsdp_wrap._params import DataMesh, ParamHandle
+from fsdp_wrap._params import Buffers, DataMesh
 from fsdp_wrap._state_over_replicas.transport import StagedTransport
 
 _PASS = "pass a mesh (replicate, shard) of ranks in ascending order, as init_device_mesh makes it"
@@ -38,8 +38,8 @@ class StateOverReplicas:
     """The implementation of `state_over_replicas=True`."""
 
     @staticmethod
-    def transport(within: Communicator, across: Communicator) -> Callable[[ParamHandle], Any]:
-        """Returns a function that makes the transport of a handle; see `StagedTransport`."""
+    def transport(within: Communicator, across: Communicator) -> Callable[[Buffers], Any]:
+        """Returns a function that makes the transport of a unit's buffers; see `StagedTransport`."""
         return attrgetter("communicator") if across.size == 1 else partial(StagedTransport, within, across)
 
     @staticmethod

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from fsdp_wrap._comm import Buffer, Communicator, Pending, Then, accelerator_of
-from fsdp_wrap._params import ParamHandle, Segment
+from fsdp_wrap._params import Buffers, Segment
 from fsdp_wrap._state_over_replicas.copy_part import CopyPart
 from fsdp_wrap._state_over_replicas.stage import Stage
 
@@ -27,13 +27,13 @@ class StagedTransport:
     Args:
         within: The ranks of this copy.
         across: This rank's counterparts in all copies.
-        handle: The unit's.
+        buffers: The unit's.
     """
 
     compresses_reductions = False
 
-    def __init__(self, within: Communicator, across: Communicator, handle: ParamHandle) -> None:
-        self._handle, self.positions = weakref.ref(handle), within.positions
+    def __init__(self, within: Communicator, across: Communicator, buffers: Buffers) -> None:
+        self._unit_buffers, self.positions = weakref.ref(buffers), within.positions
         self._within, self._across = Stage(within), Stage(across)
         self._accelerator = accelerator_of(within.device)
         self._parts: dict[Segment, CopyPart] = {}
@@ -88,16 +88,16 @@ class StagedTransport:
             return Then([first, issue()])
         return stage.queue(first, issue)
 
-    def _parts_of(self, buffers: list[Buffer]) -> list[CopyPart]:
-        handle = self._handle()
-        assert handle is not None
+    def _parts_of(self, gathered: list[Buffer]) -> list[CopyPart]:
+        buffers = self._unit_buffers()
+        assert buffers is not None
         known, parts = self._parts, []
         within, across = self._within.communicator, self._across.communicator
         self._parts = {}  # without those of segments that were made anew
-        for segment, written in zip(handle.segments, handle.written):
+        for segment, written in zip(buffers.segments, buffers.written):
             part = known.get(segment) or CopyPart(segment, across.size, within.size, within.rank)
             self._parts[segment] = part
-            if segment.gathered in buffers:
+            if segment.gathered in gathered:
                 part.follow(written)
                 parts.append(part)
         return parts

@@ -169,7 +169,7 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Step]:
                     f"{unit.name} is reproducible, and {doing} lets ranks have different numbers of "
                     "micro-batches: call Reproducible.remove() first"
                 )
-            if unit.handle.accumulates:
+            if unit.buffers.gradients.accumulated:
                 raise RuntimeError(
                     f"gradients of {unit.name} that no_sync left on rank {dist.get_rank()} wait for a "
                     f"backward: run it before {doing}, or accumulate inside"

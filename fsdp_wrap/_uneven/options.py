@@ -21,7 +21,7 @@ class RoundOptions:
     def __init__(self, schedules: Sequence[Step], averaged: Iterable[Unit]) -> None:
         self._schedules = schedules
         self._before: dict[Unit, dict[str, Any]] = {}
-        self._divided = {unit: unit.handle.contributors for unit in averaged if unit.params}
+        self._divided = {unit: unit.buffers.gradients.contributors for unit in averaged if unit.params}
 
     def gather_wholes(self) -> None:
         """Lets units keep no part of their full parameters, which not all ranks would have."""
@@ -47,8 +47,8 @@ class RoundOptions:
     def average_over(self, part: float) -> None:
         """Averages the gradients of the next backwards over a part of the ranks."""
         for unit, contributors in self._divided.items():
-            if unit.handle.contributors != contributors * part:
-                unit.handle.divide_gradients_by(contributors * part)
+            if unit.buffers.gradients.contributors != contributors * part:
+                unit.buffers.gradients.divide_by(contributors * part)
 
     def restore(self) -> None:
         """Restores all options."""

@@ -151,7 +151,7 @@ class Follower:
         unit.gather(phase)
         self._drop_gathered()
         self._gathered = unit, phase
-        if unit.handle.staged:  # its second stage is not to wait for an order
+        if unit.buffers.staged:  # its second stage is not to wait for an order
             self._drop_gathered()
 
     def _drop_gathered(self) -> None:

@@ -95,9 +95,9 @@ class Pool:
     def _reduce(self, schedule: Step) -> None:
         with summing(schedule, True, True):
             for unit in schedule.units:
-                handle = unit.handle
-                if handle.reduced_segments():
-                    handle.forget_zeroed()
+                buffers = unit.buffers
+                if buffers.gradients.reduced_segments():
+                    buffers.gradients.forget_zeroed()
                     schedule.queue.reduce_alone(unit, Phase.IDLE)
                     schedule.queue.finish_reduction_of(unit)
             await_reduction(schedule)
@@ -115,10 +115,11 @@ class Pool:
 
 
 def _data_ranks(unit: Unit) -> int:
-    return unit.handle.communicator.size * unit.handle.replicas.size
+    return unit.buffers.communicator.size * unit.buffers.replicas.size
 
 
 def _divisor(unit: Unit) -> float:
     """Returns by what the sums of a unit's gradients over all ranks are divided."""
     # Communication hooks average by themselves, over the replicas of NO_SHARD too.
-    return _data_ranks(unit) if unit.handle.has_own_reduction else unit.handle.contributors
+    gradients = unit.buffers.gradients
+    return _data_ranks(unit) if gradients.has_own_reduction else gradients.contributors

@@ -61,7 +61,7 @@ class RunsBackward(PlugIn):
     def ran(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
         if not torch.is_grad_enabled() or any([output.requires_grad for output in outputs]):
             return
-        if unit.handle.trainable and unit.tied_to is not None:
+        if unit.buffers.segments.trainable and unit.tied_to is not None:
             raise RuntimeError(
                 f"no output of {unit.tied_to.name} needs a gradient on rank {dist.get_rank()}, where "
                 f"{unit.name} may be skipped (allow_skipping) and trains: other ranks would wait for its "

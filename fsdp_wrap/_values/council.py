@@ -31,7 +31,7 @@ def all_here(schedule: Step) -> bool:
 
 def all_begin(schedule: Step) -> bool:
     """Whether all ranks run the outermost forward that begins: one may evaluate what it holds as a whole."""
-    gathers = any(unit.handle.communicator.size > 1 for unit in schedule.units)
+    gathers = any(unit.buffers.communicator.size > 1 for unit in schedule.units)
     needs_all = torch.is_grad_enabled() or gathers
     return needs_all and all_here(schedule)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import refuse_unsharded
 from fsdp_wrap._core import encloses, joined
-from fsdp_wrap._params import Cut, FlatPiece, ParamHandle, ShardedParams, holds_codes, to_local
+from fsdp_wrap._params import Cut, FlatPiece, ShardedParams, holds_codes, to_local
 from fsdp_wrap._runtime import Unit, units_in
 
 
@@ -74,14 +74,6 @@ def idle_units(model: nn.Module, asking: str) -> dict[Unit, str]:
         refuse_unsharded(model, asking)
     require_idle(names, asking)
     return names
-
-
-def handle_of(unit: Unit) -> ParamHandle:
-    """Returns the handle of a unit that has parameters."""
-    return unit.handle
-
-
-# pieces
 
 
 def full_params(unit: Unit, name: str) -> Iterator[Piece]:
@@ -155,7 +147,7 @@ def _named(
             yield Piece(whole_name(name, interval.fqn), interval.held_shape, interval.start, data.reshape(-1))
     for cut, data in zip(cuts, own):
         if data is not None and data.numel():
-            yield from _runs(cut, handle_of(unit).communicator.rank, whole_name(name, cut.fqn), data)
+            yield from _runs(cut, unit.buffers.communicator.rank, whole_name(name, cut.fqn), data)
 
 
 def _runs(cut: Cut, rank: int, fqn: str, data: torch.Tensor) -> Iterator[Piece]:

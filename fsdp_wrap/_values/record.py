@@ -166,7 +166,7 @@ def header_of(model: nn.Module, units: Sequence[str]) -> files.Header:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     contributors, copies = float(ranks), dict.fromkeys(("", *units), rank)
     if sharded := units_in(model):
-        handles = {name: unit.handle for name, unit in sharded.items() if unit.params}
-        copies = {name: handle.replicas.rank for name, handle in handles.items()}
-        contributors = max([handle.contributors for handle in handles.values()], default=1.0)
+        all_buffers = {name: unit.buffers for name, unit in sharded.items() if unit.params}
+        copies = {name: buffers.replicas.rank for name, buffers in all_buffers.items()}
+        contributors = max([buffers.gradients.contributors for buffers in all_buffers.values()], default=1.0)
     return files.Header(rank, ranks, contributors, copies, torch.__version__)

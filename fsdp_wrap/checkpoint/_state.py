@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_wrap._core import WRAPPED_ATTR, clean_fqn, listed, original_class
 from fsdp_wrap._core.torch_private import NormBase, pytree
-from fsdp_wrap._runtime import handles_of, units_in
+from fsdp_wrap._runtime import buffers_of, units_in
 from fsdp_wrap._state import (
     Originals,
     as_saved,
@@ -158,10 +158,10 @@ def _refuse_fewer_ranks(model: nn.Module, ranks: Collection[int]) -> None:
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, Collection[int]]]:
     """Yields names of parameters with the ranks over which they are sharded, without replicas."""
-    for handle in handles_of(units_in(model).values()):
-        for segment in handle.segments:
+    for buffers in buffers_of(units_in(model).values()):
+        for segment in buffers.segments:
             if segment.layout.sharded and segment.layout.fqns:
-                yield segment.layout.fqns[0], handle.communicator.members
+                yield segment.layout.fqns[0], buffers.communicator.members
     ranks = cache(lambda mesh, dim: dist.get_process_group_ranks(mesh.get_group(dim)))
     for name, param in (
         (name, param) for name, param in model.named_parameters() if isinstance(param, DTensor)

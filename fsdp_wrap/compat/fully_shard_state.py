@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -23,7 +24,7 @@ from fsdp_wrap._by_hand import await_reduction, end_backwards_of, reshard, show_
 from fsdp_wrap._core import UNIT_ATTR, MixedPrecisionPolicy
 from fsdp_wrap._core import torch_private as torchs
 from fsdp_wrap._fsdp_module import FSDPModule
-from fsdp_wrap._params import ParamHandle, Segment, Until, Use, Where
+from fsdp_wrap._params import Buffers, Segment, Until, Use, Where, tell_use
 from fsdp_wrap._runtime import Doing, Unit, step_of
 from fsdp_wrap.compat.installation import Installation
 from fsdp_wrap.compat.pipelines import adapt_stages
@@ -119,7 +120,7 @@ class UnitState(_Proxy):
         return MixedPrecisionPolicy(dtypes.param, dtypes.reduce, casts.outputs, casts.nested is not None)
 
     # Refused where it has no parameters.
-    _device = property(attrgetter("_fsdp_param_group.unit.handle.communicator.device"))
+    _device = property(attrgetter("_fsdp_param_group.unit.buffers.communicator.device"))
     _is_root = property(lambda self: None if self.unit.step is None else not self.unit.nested)
     _state_ctx = property(lambda self: TreeState(step_of(self.unit).root))
 
@@ -148,13 +149,13 @@ class UnitGroup(_Proxy):
 
     torchs = torchs.FSDPParamGroup
 
-    _handle = property(attrgetter("unit.handle"))  # no group is made of a unit without
+    _buffers = property(attrgetter("unit.buffers"))  # no group is made of a unit without
     _module_fqn = property(lambda self: None if self.unit.step is None else self.unit.fqn)
 
     @property
     def fsdp_params(self) -> list[UnitParam]:
         pairs = [
-            (segment, index) for segment in self._handle.segments for index in range(len(segment.leaves))
+            (segment, index) for segment in self._buffers.segments for index in range(len(segment.leaves))
         ]
         return [UnitParam(self.unit, segment, index) for segment, index in pairs]
 
@@ -162,7 +163,7 @@ class UnitGroup(_Proxy):
 
     @property
     def mesh_info(self) -> Any:
-        held_by = self._handle.held_by
+        held_by = self._buffers.held_by
         mesh = held_by.mesh  # without those of tensor parallelism
         if held_by.replicated:
             return torchs.DDPMeshInfo(mesh, replicate_mesh_dim=0)
@@ -203,8 +204,8 @@ class UnitGroup(_Proxy):
 
     def _tell_use(self, whether_both: bool = False) -> Use | None:
         """Returns what a tensor subclass is asked for now; None if none is."""
-        told = [unit.handle.tell_use(whether_both) for unit in self.unit.over_all_meshes]
-        return next((use for use in told if use is not None), None)
+        extended = (unit.buffers.segments.extended for unit in self.unit.over_all_meshes)
+        return tell_use(chain.from_iterable(extended), whether_both)
 
     reshard_after_backward = property(attrgetter("unit.options.reshards_after_backward"))
 
@@ -224,8 +225,8 @@ class UnitGroup(_Proxy):
         if state is not self._training_state:
             self._refuse("_training_state")
 
-    is_sharded = property(lambda self: self._handle.where is Where.SHARDED or _waits(self._handle))
-    is_unsharded = property(lambda self: self._handle.where is Where.FULL and not _waits(self._handle))
+    is_sharded = property(lambda self: self._buffers.where is Where.SHARDED or _waits(self._buffers))
+    is_unsharded = property(lambda self: self._buffers.where is Where.FULL and not _waits(self._buffers))
 
     def unshard(self, async_op: bool = False) -> None:
         """Issues the all-gather."""
@@ -261,7 +262,7 @@ class UnitParam(_Proxy):
 
     @property
     def _sharded_param_data(self) -> Any:
-        local, held_by = self._sharded_local_tensor, UnitGroup(self.unit)._handle.held_by
+        local, held_by = self._sharded_local_tensor, UnitGroup(self.unit)._buffers.held_by
         here = self.segment.layout.extents[self.index].shape
         if here.numel() != local.numel() * held_by.size:  # torch's is padded
             self._refuse("_sharded_param_data")
@@ -274,8 +275,8 @@ class UnitParam(_Proxy):
         Raises:
             RuntimeError: If its memory is freed.
         """
-        handle = self.unit.handle
-        if handle.where is not Where.FULL:
+        buffers = self.unit.buffers
+        if buffers.where is not Where.FULL:
             raise RuntimeError(f"the full parameter '{self._param_fqn}' is not in memory; unshard its module")
         return self.segment.leaves[self.index]
 
@@ -291,9 +292,9 @@ class UnitParam(_Proxy):
     sharded_size = property(attrgetter("_sharded_local_tensor.shape"))
 
 
-def _waits(handle: ParamHandle) -> bool:
+def _waits(buffers: Buffers) -> bool:
     """Whether full parameters are there only for the backward of an earlier forward, as torch keeps none."""
-    return handle.stays is Until.EARLIER
+    return buffers.stays is Until.EARLIER
 
 
 def _modules_of(unit: Unit) -> tuple[nn.Module, ...]:

@@ -192,7 +192,7 @@ class FlatHandle:
         return f"{type(self).__name__} of {', '.join(self._owner.layout.fqns)}"
 
     _unit = property(attrgetter("_wrapper._unit"))
-    _segment = property(lambda self: self._unit.handle.segments[self._number])
+    _segment = property(lambda self: self._unit.buffers.segments[self._number])
 
     _shard = property(attrgetter("_segment.params.flat_param"))
     _owner = property(lambda self: _params_of(self._shard))
@@ -211,14 +211,14 @@ class FlatHandle:
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Moves or casts the shard, by the arguments of `Tensor.to`; its gradient goes with it."""
         require_idle([self._unit], "flat_param_to()")
-        if not self._unit.handle.become_sharded():
+        if not self._unit.buffers.become_sharded():
             raise RuntimeError(
                 f"flat_param_to() must not run inside summon_full_params, or while a state dict of "
                 f"{self._unit.name} is taken or loaded"
             )
         self._shard.data = self._shard.data.to(*args, **kwargs)
         self._shard.shard_alias = None
-        self._unit.handle.follow_replaced()
+        self._unit.buffers.follow_replaced()
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Frees the unit's full parameters, or only lets the modules show sharded ones."""
@@ -226,11 +226,11 @@ class FlatHandle:
         if free_unsharded_flat_param:
             reshard(unit)
         elif not unit.running:
-            unit.handle.shown.show_sharded()
+            unit.buffers.shown.show_sharded()
 
     def needs_unshard(self) -> bool:
         """Whether the full parameters are freed."""
-        return self._unit.handle.where is Where.SHARDED and self.uses_sharded_strategy
+        return self._unit.buffers.where is Where.SHARDED and self.uses_sharded_strategy
 
     def _get_padded_unsharded_flat_param(self) -> Any:
         """Returns a copy of the unsharded buffer, or nothing while that is freed."""
@@ -246,8 +246,8 @@ class FlatHandle:
     )
 
     def _follow_upcast(self, dtype: torch.dtype) -> None:
-        if self._unit.handle.where is Where.SHARDED:
-            self._unit.handle.follow_replaced()
+        if self._unit.buffers.where is Where.SHARDED:
+            self._unit.buffers.follow_replaced()
 
     _orig_param_dtype = property(
         attrgetter("_shard.dtype"), _follow_upcast, doc="Dtype of the shard; accelerate assigns it."
@@ -256,7 +256,7 @@ class FlatHandle:
 
 def _computes(unit: Unit) -> bool:
     """Whether a unit's forward or backward runs on its full parameters."""
-    unsharded = bool(unit.params) and unit.handle.where is Where.FULL
+    unsharded = bool(unit.params) and unit.buffers.where is Where.FULL
     return unsharded and unit.doing is not Doing.REST
 
 
@@ -320,8 +320,7 @@ class _Wrapper(FullyShardedDataParallel):
 
     @cached_property
     def _flat_handles(self) -> list[FlatHandle]:
-        handle = self._unit.handle
-        return [FlatHandle(self, number) for number in range(len(handle.segments))]
+        return [FlatHandle(self, number) for number in range(len(self._unit.segments))]
 
     params = property(
         lambda self: [handle.flat_param for handle in self._flat_handles],
@@ -331,9 +330,12 @@ class _Wrapper(FullyShardedDataParallel):
 
     @property
     def _handle(self) -> FlatHandle | None:
-        """The handle of the flat parameter that a client may upcast; see `ParamHandle.flat_param`."""
-        handle: Any = self._unit.handle
-        return next((flat for flat in self._flat_handles if flat._shard is handle.flat_param), None)
+        """The flat parameter that clients may upcast: of several, one that trains in few bytes."""
+
+        def rank(flat: FlatHandle) -> tuple[bool, int]:
+            return not flat._shard.requires_grad, flat._shard.itemsize
+
+        return min(self._flat_handles, key=rank, default=None)
 
     _flat_param = property(lambda self: None if self._handle is None else self._handle.flat_param)
 

@@ -91,14 +91,14 @@ class ShardedParam:
         if isinstance(self.param, DTensor):
             here = self.param.device_mesh.get_coordinate() or ()
             return [at for at, placement in zip(here, self.param.placements) if placement.is_replicate()]
-        handle = None if self.original is None else self.original.handle
-        return None if handle is None else sorted(handle.communicator.members)
+        buffers = None if self.original is None else self.original.buffers
+        return None if buffers is None else sorted(buffers.communicator.members)
 
     @property
     def device(self) -> torch.device:
         """The device of its computations."""
-        handle = None if self.original is None else self.original.handle
-        return self.param.device if handle is None else handle.communicator.device
+        buffers = None if self.original is None else self.original.buffers
+        return self.param.device if buffers is None else buffers.communicator.device
 
 
 def sharded_params_in(model: nn.Module) -> list[ShardedParam]:
@@ -121,7 +121,7 @@ def sharded_params_in(model: nn.Module) -> list[ShardedParam]:
 
 
 def _of_dtensors(unit: Any) -> bool:
-    return any(isinstance(source, DTensor) for sharded in unit.handle.params for source in sharded.sources)
+    return any(isinstance(source, DTensor) for sharded in unit.buffers.params for source in sharded.sources)
 
 
 def _sharded_param(names: Sequence[str], places: Iterable[Place], source: Any) -> ShardedParam:
@@ -190,11 +190,11 @@ class Communicators:
         if isinstance(held.param, DTensor):
             ranks = sorted(held.param.device_mesh.mesh.flatten().tolist())
             return self._over(tuple(ranks), device_of(held.param.device_mesh))
-        handle = None if held.original is None else held.original.handle
-        if handle is None:
+        buffers = None if held.original is None else held.original.buffers
+        if buffers is None:
             return self._over(None, held.device)
         part = held.original.interval.part if held.original is not None else None
-        axes = [axis for axis in (handle.communicator, handle.replicas) if axis.size > 1]
+        axes = [axis for axis in (buffers.communicator, buffers.replicas) if axis.size > 1]
         groups = [] if part is None else [*map(part.mesh.get_group, range(part.mesh.ndim))]
         if len(axes) == 1 and not groups:
             return axes[0]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._checks import out_of_memory
 from fsdp_wrap._core import Seam, format_bytes
-from fsdp_wrap._params import ParamHandle, Where
+from fsdp_wrap._params import Buffers, Where
 from fsdp_wrap._runtime import Doing, Unit, step_of
 from fsdp_wrap.tools.models import Models, named_units
 
@@ -69,7 +69,7 @@ def is_for_memory(error: BaseException) -> bool:
 def memory_lines(units: Sequence[Unit]) -> Iterator[str]:
     """Yields lines about the units' memory now: in all, by unit that is not only sharded, and the plan."""
     yield f"{_HEADING} (rank {dist.get_rank() if dist.is_initialized() else 0}, {_where(units)}):"
-    rows = [_UnitMemory.of(unit.name, unit.handle) for unit in units if unit.params]
+    rows = [_UnitMemory.of(unit.name, unit.buffers) for unit in units if unit.params]
     full, gradients, shards = (
         format_bytes(sum(getattr(row, name) for row in rows)) for name in ("full", "gradients", "shards")
     )
@@ -99,12 +99,13 @@ class _UnitMemory(NamedTuple):
     shards: int
 
     @classmethod
-    def of(cls, name: str, handle: ParamHandle) -> _UnitMemory:
-        unsharded = handle.where in (Where.GATHERING, Where.FULL) or handle.summoned
-        full = handle.unsharded_nbytes if unsharded else 0
-        gradients = handle.reduced_nbytes if handle.reduction is not None or handle.accumulates else 0
+    def of(cls, name: str, buffers: Buffers) -> _UnitMemory:
+        unsharded = buffers.where in (Where.GATHERING, Where.FULL) or buffers.lent.summoned
+        full = buffers.segments.unsharded_nbytes if unsharded else 0
+        held = buffers.gradients.reduction is not None or buffers.gradients.accumulated
+        gradients = buffers.gradients.reduced_nbytes if held else 0
         return cls(
-            name, handle.where, full, gradients, sum(segment.shard.nbytes for segment in handle.segments)
+            name, buffers.where, full, gradients, sum(segment.shard.nbytes for segment in buffers.segments)
         )
 
 

@@ -35,12 +35,12 @@ def first_holders(model: nn.Module, originals: Iterable[Original]) -> list[Origi
 
 
 def _is_first(original: Original, first: FirstRank) -> bool:
-    handle, part = original.handle, original.interval.part
-    if handle is None:
+    buffers, part = original.buffers, original.interval.part
+    if buffers is None:
         return first.is_here
     if part is None:
-        return first.is_first_with(handle)
-    return part.is_first_copy and handle.replicas.rank == 0
+        return first.is_first_with(buffers)
+    return part.is_first_copy and buffers.replicas.rank == 0
 
 
 def gathered_on_first_rank(model: nn.Module, own: Sequence[ShardChanges]) -> list[ShardChanges]:

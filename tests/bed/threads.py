@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from fsdp_wrap._params import handle
+from fsdp_wrap._params import buffers
 
 
 class _Steps(threading.local):
@@ -30,7 +30,7 @@ def _steps_by_thread() -> Iterator[None]:
     counter = _Steps()
     hook = register_optimizer_step_post_hook(counter)
     try:
-        with mock.patch.object(handle, "steps_taken", lambda: counter.steps):
+        with mock.patch.object(buffers, "steps_taken", lambda: counter.steps):
             yield
     finally:
         hook.remove()

@@ -95,7 +95,7 @@ def test_walks_find_our_wrappers_and_torchs(rank, world_size):
         assert _runtime_utils._get_fsdp_root_states(both) == [ours, theirs]
         assert [each._is_root for each in states] == [True, False, False]
         with pytest.raises(TypeError, match="takes the _handle of a wrapper"):
-            _runtime_utils._reshard(ours, ours._unit.handle, True)
+            _runtime_utils._reshard(ours, ours._unit.buffers, True)
 
 
 @each_form

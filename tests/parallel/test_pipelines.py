@@ -167,7 +167,7 @@ def calls(counts: dict[str, Traffic]) -> tuple[int, ...]:
 
 def is_sharded(pipeline: Pipeline) -> bool:
     units = [unit for stage in pipeline.own.values() for unit in units_in(stage).values()]
-    return {unit.handle.where for unit in units} == {Where.SHARDED}
+    return {unit.buffers.where for unit in units} == {Where.SHARDED}
 
 
 UNITS_ARE = [

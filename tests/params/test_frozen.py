@@ -60,8 +60,8 @@ def test_every_second_linear_frozen(rank, world_size, front, strategy):
         all_take_part = input_grad or trains
         stays = [] if all_take_part or strategy == "FULL_SHARD" else [("0", Phase.FINAL_CALLBACK)]
         assert over == [(name, Phase.BACKWARD) for name in "543210"[: 6 if all_take_part else 5]] + stays
-        handles = [unit.handle for unit in units_in(model).values() if unit.params]
-        assert len(handles) == 6 and all(handle.where.value == "sharded" for handle in handles)
+        all_buffers = [unit.buffers for unit in units_in(model).values() if unit.params]
+        assert len(all_buffers) == 6 and all(buffers.where.value == "sharded" for buffers in all_buffers)
         _assert_same_gradients(model, ddp)
         plain.zero_grad()
         model.zero_grad()

@@ -175,6 +175,7 @@ def test_the_leaf_stays_the_same_object_and_is_filled(rank, world_size):
 
         def look(*_: Any) -> None:
             weight = block.up.weight
+            assert weight._post_accumulate_grad_hooks, "else its reduction waits for the final callback"
             seen.append((weight, weight.rows is not None, weight.columns is not None))
 
         def look_in_backward(_: Any, __: Any, output: torch.Tensor) -> None:

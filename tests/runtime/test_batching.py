@@ -107,9 +107,9 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 def assert_idle(model: nn.Module) -> None:
     for unit in units_of(model):
-        assert unit.handle.where.value == "sharded", unit.fqn
-        assert unit.handle.reduction is None, unit.fqn
-        for segment in unit.handle.segments:
+        assert unit.buffers.where.value == "sharded", unit.fqn
+        assert unit.buffers.gradients.reduction is None, unit.fqn
+        for segment in unit.buffers.segments:
             assert not segment.full.allocated and not segment.gradients.collected, unit.fqn
 
 
@@ -302,7 +302,7 @@ def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size
             model(batch(rank, 2)).square().sum().backward()
         layer = inner(inner(model).layers[2])
         if where == "hook":
-            param = units_of(model)[3].handle.params[0].sharded_params[0]
+            param = units_of(model)[3].buffers.params[0].sharded_params[0]
             hook = param.register_post_accumulate_grad_hook(fail)
         elif where == "forward":
             hook = layer.register_forward_hook(fail)
@@ -312,7 +312,7 @@ def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size
             model(batch(rank, 3)).square().sum().backward()
         hook.remove()
         early = units_of(model)[4:]  # the root comes first, and the third layer has failed
-        assert where == "backward" or all(unit.handle.where.value == "sharded" for unit in early)
+        assert where == "backward" or all(unit.buffers.where.value == "sharded" for unit in early)
         alone = build(front, travel_together_bytes=0)
         alone.load_state_dict(model.state_dict())
         for each in (model, alone):
@@ -333,7 +333,7 @@ def test_a_unit_that_is_gathered_early_is_as_one_that_travels_alone(rank, world_
             steps(model, rank, range(2))
             last = inner(inner(model).layers[-1]).linear
             before, shown = last.weight, list[Any]()
-            params = list(units_of(model)[-1].handle.params[0].sharded_params)
+            params = list(units_of(model)[-1].buffers.params[0].sharded_params)
 
             def write(*_: Any, params: Any = params, last: Any = last, shown: Any = shown) -> None:
                 shown.append(last.weight)

@@ -115,12 +115,12 @@ def test_any_divisor_of_the_ranks_may_keep_parameters(shape):
         for _ in range(2):
             model.zero_grad()
             loss = model(batches[rank]).square().sum()
-            handle = model[1].__dict__[UNIT_ATTR].handle
+            buffers = model[1].__dict__[UNIT_ATTR].buffers
             if number in (1, sharding):
-                assert handle.post_forward_shards is None
+                assert buffers.post_forward_shards is None
             else:
-                kept = sum(part.numel() for part in handle.post_forward_shards._parts)
-                assert kept == -(-handle.segments[0].layout.full_numel // number)
+                kept = sum(part.numel() for part in buffers.post_forward_shards._parts)
+                assert kept == -(-buffers.segments[0].layout.full_numel // number)
             loss.backward()
         for found, expected in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12)
@@ -325,18 +325,18 @@ def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(3):
             one_step(model, optimizer, rank, step, accumulates=step == 1)
-        handles = [part.__dict__[UNIT_ATTR].handle for part in model]
+        all_buffers = [part.__dict__[UNIT_ATTR].buffers for part in model]
         found: list[int] = []
 
         def counted(unit: Unit, phase: Any) -> None:
             reduce(unit, phase)
-            if unit.handle in handles:  # noqa: B023
-                found.append(sum(each.reduction is not None for each in handles))  # noqa: B023
+            if unit.buffers in all_buffers:  # noqa: B023
+                found.append(sum(each.gradients.reduction is not None for each in all_buffers))  # noqa: B023
 
         with mock.patch.object(Unit, "reduce", counted):
             model(batch(rank, 9)).sum().backward()
         assert found == expected, most
-        assert not any(handle.reduction for handle in handles)
+        assert not any(buffers.gradients.reduction for buffers in all_buffers)
 
 
 def test_more_in_flight_take_more_memory_and_all_of_it_comes_back():

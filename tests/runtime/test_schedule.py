@@ -179,10 +179,10 @@ def test_prefetch_when_the_order_changes(rank, world_size):
         for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 0, 1], [2], [0, 3, 0, 2], [0, 1, 2, 3]):
             with torch.no_grad():
                 model(x, order[::-1])
-            assert all(unit._unit.handle.where.value == "sharded" for unit in model.layers)
+            assert all(unit._unit.buffers.where.value == "sharded" for unit in model.layers)
             for module in (plain, model):
                 module(x, order).square().sum().backward()
-            assert all(unit._unit.handle.where.value == "sharded" for unit in model.layers)
+            assert all(unit._unit.buffers.where.value == "sharded" for unit in model.layers)
         assert_close_grads(model, plain)
 
 

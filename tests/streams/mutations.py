@@ -55,7 +55,7 @@ _LIKELY = {
     "_activations": ("activations",),
     "Reduction.abandon": ("fails",),
     "Reduction.finish": ("no_shard", "hybrid", "trains"),
-    "ParamHandle.reshard": ("looks", "fails", "prefetches"),
+    "Buffers.reshard": ("looks", "fails", "prefetches"),
 }
 
 _KEPT = {
@@ -64,8 +64,8 @@ _KEPT = {
         "self._pending.wait()",
     ): "none here: the count follows it on the same lane; on the CPU "
     "they are works of their own (`test_a_sum_is_waited_for_beside_the_count_of_who_took_part`)",
-    ("Unit.unshard", "handle.wait()"): _NOT_RECORDED,
-    ("Unit.reshard", "handle.wait()"): _TOLD,
+    ("Unit.unshard", "buffers.wait()"): _NOT_RECORDED,
+    ("Unit.reshard", "buffers.wait()"): _TOLD,
     ("Recorder.__init__", "event.synchronize()"): _TIMES,
     ("Recorder.stop", "self._accelerator.record_time().synchronize()"): _TIMES,
     ("Recorder.stop", "stream_range.end.synchronize()"): _TIMES,

@@ -19,8 +19,8 @@ from fronts import FRONTS, each_front
 from fsdp_wrap import BackwardPrefetch
 from fsdp_wrap._comm import Finished, FromHost, ToHost
 from fsdp_wrap._comm.lanes import _EventPending
+from fsdp_wrap._params.buffers import Where
 from fsdp_wrap._params.collectives import NotedReduction, Reduction
-from fsdp_wrap._params.handle import Where
 from fsdp_wrap._runtime.unit import Unit
 from scenario import (
     COMPOSABLE_SPACE,
@@ -87,14 +87,14 @@ _RESHARD, _FINISH, _WRITE = Unit.reshard, Reduction.finish, FromHost.write
 
 
 def _careless(unit, phase, within=None):
-    handle = unit.handle
-    if handle.where is not Where.GATHERING:
+    buffers = unit.buffers
+    if buffers.where is not Where.GATHERING:
         _RESHARD(unit, phase, within)
         return
-    for segment in handle.segments:
+    for segment in buffers.segments:
         segment.gathered.free()
         segment.free()
-    handle._gathering, handle.where = Finished(), Where.SHARDED
+    buffers._gathering, buffers.where = Finished(), Where.SHARDED
 
 
 def _too_early(reduction):

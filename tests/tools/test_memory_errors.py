@@ -12,7 +12,7 @@ from bed import ranks
 from fronts import either_front, shard
 from fsdp_wrap import explain_memory_errors
 from fsdp_wrap._core import format_bytes
-from fsdp_wrap._params import BatchedGather, BatchedGradients, ParamHandle
+from fsdp_wrap._params import BatchedGather, BatchedGradients, Buffers, UnitGradients
 from fsdp_wrap.tools.memory import is_for_memory, planned_memory
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -86,7 +86,7 @@ def test_forwards_tell(rank, world_size, front):
 def test_backwards_tell(rank, world_size, front):
     x = torch.randn(2, WIDTH)
     for together, owners in (
-        (0, ((ParamHandle, "gather"), (ParamHandle, "start_reduction"))),
+        (0, ((Buffers, "gather"), (UnitGradients, "reduce"))),
         (WIDTH**4, ((BatchedGather, "issue"), (BatchedGradients, "reduce"))),
     ):
         model, _ = _model(front, travel_together_bytes=together)

@@ -117,7 +117,7 @@ def fail_to_help(rank: int, world_size: int) -> str:
     model = model_of()
     unit = units_in(model)["1"]
     if rank == IDLE:
-        unit.handle.gather = raise_fault  # type: ignore[assignment,method-assign]
+        unit.buffers.gather = raise_fault  # type: ignore[assignment,method-assign]
     with pytest.raises((Fault, RuntimeError)) as told, uneven(model):
         for _ in range(BATCHES[rank]):
             loss_of(model, rank).backward()

@@ -187,7 +187,7 @@ class Spoiler(PlugIn):
                 values[0].view(-1)[8] = NAN  # not in a gap between parameters
         elif owner.fqn == self._unit:
             self.done = True
-            leaf = owner.handle.segments[0].leaves[0]
+            leaf = owner.buffers.segments[0].leaves[0]
             (leaf.grad if seam is ValueSeam.GRADIENTS else leaf.data).view(-1)[3] = NAN
 
 

@@ -207,7 +207,7 @@ class Fault(PlugIn):
             if now and self._kind == "missing division" and "up.weight" in owner.layout.fqns:
                 values[0].mul_(dist.get_world_size())
         elif owner.fqn == "blocks.1" and dist.get_rank() == 1:
-            (segment,) = owner.handle.segments
+            (segment,) = owner.buffers.segments
             if seam is ValueSeam.PARAMETERS and self._kind == "stale gather":
                 for leaf, old in zip(segment.leaves, self._stale):
                     leaf.data.copy_(old)

@@ -180,7 +180,7 @@ def test_what_memory_held_before_is_taken_for_nothing(rank, world_size, front):
         make = lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, last))  # noqa: B023, E731
         plain, model = twins(front, make, torch.float64)
         for unit in units_in(model).values():
-            for segment in unit.handle.segments:
+            for segment in unit.buffers.segments:
                 spoil(segment.gradients._own.buffer)
         for _ in range(2):
             for module in (plain, model):

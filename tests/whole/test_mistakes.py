@@ -81,7 +81,7 @@ def test_a_state_dict_inside_summon_is_of_one_rank(rank, world_size):
 def test_a_call_keeps_its_name_inside_of_others(rank, world_size):
     """The user's call is named, and none is once it has ended, also by an error."""
     model = FSDP(Net(), use_orig_params=True)
-    positions: Any = model._unit.handle.communicator.positions
+    positions: Any = model._unit.buffers.communicator.positions
     for error in (None, RuntimeError):
         with contextlib.suppress(RuntimeError), calling("get_model_state_dict()"):
             model.state_dict()

@@ -62,14 +62,14 @@ class _Observer(PlugIn):
         self._observer = observer
 
     def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
-        way, by_dtype = unit.handle.communicator.way, unit.handle.nbytes_by_dtype(reduced=False)
+        way, by_dtype = unit.buffers.communicator.way, unit.buffers.segments.nbytes_by_dtype()
         self._observer(Event(EventKind.UNSHARD, unit.fqn, phase, nbytes, way, together, by_dtype))
 
     def sharded(self, unit: Any, phase: Phase, nbytes: int) -> None:
         self._observer(Event(EventKind.RESHARD, unit.fqn, phase, nbytes))
 
     def reduces(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
-        way = unit.handle.communicator.way
+        way = unit.buffers.communicator.way
         self._observer(Event(EventKind.REDUCE, unit.fqn, phase, nbytes, way, together))
 
     def backward_over(self, unit: Any, phase: Phase) -> None:

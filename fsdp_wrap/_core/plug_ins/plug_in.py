@@ -320,13 +320,13 @@ class PlugIn:
 
     # of values, which may change
 
-    def takes(self, handle: Any, segments: Sequence[Any], full: Sequence[torch.Tensor]) -> None:
+    def takes(self, gradients: Any, segments: Sequence[Any], full: Sequence[torch.Tensor]) -> None:
         """A unit's gradients are complete, and nothing of them was sent.
 
-        A plug-in may take them into a reduction of its own, and overwrite them: it calls `handle.join`.
+        A plug-in may take them into a reduction of its own, and overwrite them: it calls `gradients.join`.
 
         Args:
-            handle: The unit's.
+            gradients: The unit's `UnitGradients`.
             segments: The segments that take part.
             full: The unsharded gradients of each.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 
 import torch
@@ -37,7 +37,6 @@ class ExtensionSegment(Segment):
         params: ExtensionParams,
         dtypes: SegmentDtypes,
         communicator: Communicator,
-        contributors: float,
         plug_ins: PlugIns,
     ) -> None:
         self._made = [Made(whole, dtypes.param) for whole in params.wholes]
@@ -46,7 +45,7 @@ class ExtensionSegment(Segment):
         self._use, self._asks = Use.BOTH, False
         self._depends = self._gives_both = False
         self._is_made = False
-        super().__init__(params, dtypes, communicator, contributors, plug_ins)
+        super().__init__(params, dtypes, communicator, plug_ins)
 
     def _make_buffers(self) -> tuple[Buffer, Buffer]:
         nothing = self._communicator.buffer(0, torch.uint8)
@@ -185,12 +184,19 @@ class ExtensionSegment(Segment):
             self.versions = (*map(_VERSION, self.counted),)
             set_version_counters(self.counted, self._freed)
         self._admitted = False
-        if self._held:
-            self._forget_dropped()
+        held = self._held()
         if not self._keeps_memory and self._gatherings:
             for index, buffers in enumerate(self._gatherings[self._use].buffers):
-                if index not in self._held and all([buffer.free() for buffer in buffers]):
+                if index not in held and all([buffer.free() for buffer in buffers]):
                     self._made[index].free()
+
+    def _held(self) -> Collection[int]:
+        """Returns the numbers of leaves that users hold."""
+        if self._shown is None:
+            return ()
+        if self._shown.held:
+            self._shown.forget_dropped()
+        return self._shown.held
 
     def take_in_place(self, index: int) -> None:
         """Leaves the gradient where it is: the buffer has another size."""

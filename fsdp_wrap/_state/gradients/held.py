@@ -17,13 +17,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_wrap._comm import Communicator
 from fsdp_wrap._core import is_owned
 from fsdp_wrap._core.torch_private import DisableTorchFunctionSubclass
-from fsdp_wrap._params import ParamHandle, ShardedParams, to_local
-from fsdp_wrap._runtime import handles_of, units_in
+from fsdp_wrap._params import Buffers, ShardedParams, to_local
+from fsdp_wrap._runtime import buffers_of, units_in
 from fsdp_wrap._state.originals import Original, Originals
 
 _TRAINS, _BASE = operator.attrgetter("requires_grad"), operator.attrgetter("_base")
 _GRAD, _GRAD_LOCAL = operator.attrgetter("grad"), operator.attrgetter("grad._local_tensor")
-_GENERATION, _ACCUMULATED = operator.attrgetter("generation"), operator.attrgetter("gradients.accumulated")
+_GENERATION, _ACCUMULATED = (
+    operator.attrgetter("segments.generation"),
+    operator.attrgetter("gradients.accumulated"),
+)
 _END = object()  # of what is watched: more there would go unseen
 _DATA_PTR, _NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 
@@ -54,17 +57,17 @@ class HeldGradients:
     def __init__(self, module: nn.Module) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)  # which holds this
         self.units = list(dict.fromkeys(units_in(module).values()))
-        self._handles = handles_of(self.units)
-        self._segments = [segment for handle in self._handles for segment in handle.segments]
-        self.device = next((one.communicator.device for one in self._handles), torch.device("cpu"))
+        self._all_buffers = buffers_of(self.units)
+        self._segments = [segment for buffers in self._all_buffers for segment in buffers.segments]
+        self.device = next((one.communicator.device for one in self._all_buffers), torch.device("cpu"))
         sharded = {id(source) for segment in self._segments for source in segment.params.sources}
         self._others = [param for param in module.parameters() if id(param) not in sharded]
         self.distributed = any(isinstance(param, DTensor) for param in self._others) or any(
             segment.params.distributed is not None for segment in self._segments
         )
-        self._homes = _homes([*self._handles, None])
-        self._blocks = self._blocks_of(self._handles)
-        self._generations = [*map(_GENERATION, self._handles)]
+        self._homes = _homes([*self._all_buffers, None])
+        self._blocks = self._blocks_of(self._all_buffers)
+        self._generations = [*map(_GENERATION, self._all_buffers)]
         self._watch(module)
 
     def _watch(self, module: nn.Module) -> None:
@@ -86,7 +89,7 @@ class HeldGradients:
     @property
     def is_current(self) -> bool:
         """Whether modules, their parameters and dtypes are still the same."""
-        if [*map(_GENERATION, self._handles)] != self._generations:
+        if [*map(_GENERATION, self._all_buffers)] != self._generations:
             return False
         if [*map(len, self._counted)] != self._counts:
             return False
@@ -114,23 +117,23 @@ class HeldGradients:
         return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 
     @property
-    def unreduced(self) -> list[ParamHandle]:
+    def unreduced(self) -> list[Buffers]:
         """Units whose gradients `no_sync` has left for a later backward to reduce."""
         if not any(map(_ACCUMULATED, self._segments)):
             return []
-        return [handle for handle in self._handles if handle.accumulates]
+        return [buffers for buffers in self._all_buffers if buffers.gradients.accumulated]
 
-    def by_ranks(self, without: Collection[ParamHandle] = ()) -> dict[Over, list[torch.Tensor]]:
-        """Groups non-empty local gradients by the ranks that hold the rest; skips handles in `without`."""
-        handles = [handle for handle in self._handles if handle not in without] if without else self._handles
-        blocks = self._blocks_of(handles) if without else self._blocks
+    def by_ranks(self, without: Collection[Buffers] = ()) -> dict[Over, list[torch.Tensor]]:
+        """Groups non-empty local gradients by the ranks that hold the rest; skips those in `without`."""
+        asked = [buffers for buffers in self._all_buffers if buffers not in without]
+        blocks = self._blocks_of(asked) if without else self._blocks
         parts = {
             over: [block for of_kind in of_ranks for block in of_kind.find()]
             for over, of_ranks in blocks.items()
         }
-        for handle in handles if self.distributed else ():
-            layouts = [sharded for sharded in handle.params if sharded.distributed is not None]
-            for over, grads in gradients_by_ranks(handle, layouts, self._homes[handle]).items():
+        for buffers in asked if self.distributed else ():
+            layouts = [sharded for sharded in buffers.params if sharded.distributed is not None]
+            for over, grads in gradients_by_ranks(buffers, layouts, self._homes[buffers]).items():
                 parts.setdefault(over, []).extend(grads)
         # Also where this rank has no part, or no gradient: others may have.
         for param in (param for param in self.replicated if param.requires_grad or param.grad is not None):
@@ -142,13 +145,13 @@ class HeldGradients:
     def _over_of(self, param: torch.Tensor) -> Over:
         return over_of(param) if isinstance(param, DTensor) else self._homes[None]
 
-    def _blocks_of(self, handles: Iterable[ParamHandle]) -> dict[Over, list[_Blocks]]:
+    def _blocks_of(self, all_buffers: Iterable[Buffers]) -> dict[Over, list[_Blocks]]:
         kinds: dict[tuple[Over, bool], list[ShardedParams]] = {}
-        for handle in handles:
-            for sharded in handle.params:
+        for buffers in all_buffers:
+            for sharded in buffers.params:
                 if sharded.distributed is None:
                     of_dtensors = any(isinstance(source, DTensor) for source in sharded.sources)
-                    kinds.setdefault((self._homes[handle], of_dtensors), []).append(sharded)
+                    kinds.setdefault((self._homes[buffers], of_dtensors), []).append(sharded)
         blocks: dict[Over, list[_Blocks]] = {}
         for (over, of_dtensors), layouts in kinds.items():
             blocks.setdefault(over, []).append(_Blocks(layouts, of_dtensors))
@@ -166,9 +169,9 @@ class HeldGradients:
     def named(self) -> dict[Over, Named]:
         """Returns all parameters with local parts of their gradients, by the ranks that hold the rest."""
         overs = {
-            sharded: overs_of(handle, sharded, self._homes[handle])
-            for handle in self._handles
-            for sharded in handle.params
+            sharded: overs_of(buffers, sharded, self._homes[buffers])
+            for buffers in self._all_buffers
+            for sharded in buffers.params
         }
         by_over: dict[Over, Named] = {}
         for original, grad in self._each():
@@ -179,24 +182,24 @@ class HeldGradients:
 
 
 def gradients_by_ranks(
-    handle: ParamHandle, layouts: Iterable[ShardedParams], home: Over | None = None
+    buffers: Buffers, layouts: Iterable[ShardedParams], home: Over | None = None
 ) -> dict[Over, list[torch.Tensor]]:
     """Groups layouts' non-empty local gradients by the ranks that hold the rest; a group may be empty."""
     by_over: dict[Over, list[torch.Tensor]] = {}
     for sharded in layouts:
-        for over, grad in zip(overs_of(handle, sharded, home), sharded.gradients.pieces()):
+        for over, grad in zip(overs_of(buffers, sharded, home), sharded.gradients.pieces()):
             held = by_over.setdefault(over, [])
             if grad is not None and grad.numel():
                 held.append(grad)
     return by_over
 
 
-def overs_of(handle: ParamHandle, sharded: ShardedParams, home: Over | None = None) -> list[Over]:
+def overs_of(buffers: Buffers, sharded: ShardedParams, home: Over | None = None) -> list[Over]:
     """Returns, for each original parameter of a layout, the ranks that hold it between them.
 
     `home` is a wider group for those of no other mesh; None for the unit's.
     """
-    cut = Over(handle.communicator if sharded.layout.sharded and handle.communicator.size > 1 else None)
+    cut = Over(buffers.communicator if sharded.layout.sharded and buffers.communicator.size > 1 else None)
     parts = sharded.distributed or [None] * len(sharded.layout.fqns)
     return [home or cut if part is None else cut._replace(mesh=(part.mesh, part.cut_dims)) for part in parts]
 
@@ -277,28 +280,28 @@ def _strided(param: nn.Parameter) -> torch.Tensor | None:
     return param.grad.values()
 
 
-def _homes(handles: Iterable[ParamHandle | None]) -> dict[ParamHandle | None, Over]:
+def _homes(all_buffers: Iterable[Buffers | None]) -> dict[Buffers | None, Over]:
     """Divides units among as few groups as possible: the widest takes all of which it holds whole copies.
 
     None stands for the parameters that no unit owns.
     """
-    left, homes = list(handles), dict[ParamHandle | None, Over]()
-    groups = dict.fromkeys(handle.communicator for handle in left if handle is not None)
+    left, homes = list(all_buffers), dict[Buffers | None, Over]()
+    groups = dict.fromkeys(buffers.communicator for buffers in left if buffers is not None)
     for group in sorted((group for group in groups if group.size > 1), key=lambda group: -group.size):
-        copies = {handle: count for handle in left if (count := _copies(handle, group))}
+        copies = {buffers: count for buffers in left if (count := _copies(buffers, group))}
         if any(
-            handle is not None and handle.communicator == group for handle in copies
+            buffers is not None and buffers.communicator == group for buffers in copies
         ):  # else a wider has them
-            left = [handle for handle in left if handle not in copies]
-            homes |= {handle: Over(group, None, count) for handle, count in copies.items()}
+            left = [buffers for buffers in left if buffers not in copies]
+            homes |= {buffers: Over(group, None, count) for buffers, count in copies.items()}
     return homes | dict.fromkeys(left, Over())
 
 
-def _copies(handle: ParamHandle | None, group: Communicator) -> int:
+def _copies(buffers: Buffers | None, group: Communicator) -> int:
     """Returns how many copies of a unit's gradients a group holds; 0 if it does not hold whole ones."""
-    if handle is None:
+    if buffers is None:
         return group.size
-    members, shard, replicas = group.members, handle.communicator.members, handle.replicas.members
+    members, shard, replicas = group.members, buffers.communicator.members, buffers.replicas.members
     if members == shard:
         return 1
     if len(shard) == 1 and members <= replicas:

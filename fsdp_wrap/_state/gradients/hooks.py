@@ -20,7 +20,7 @@ from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._checks import refuse_unsharded, require_root
 from fsdp_wrap._comm import Pending, lane_of, make_communicator, reduce_scatter_single
 from fsdp_wrap._core import OtherCommsError, Seam
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._runtime import Unit, units_in
 from fsdp_wrap._state.gradients.in_place import GradientsInPlace
 
@@ -169,40 +169,40 @@ def register_comm_hook(module: nn.Module, state: object, hook: Callable[..., Non
         refuse_unsharded(module, "register_comm_hook()")
     require_root(units[0], "register_comm_hook()")
     require_idle(units, "register_comm_hook()")
-    owning = [(unit, unit.handle) for unit in units if unit.params]
-    for unit, handle in owning:
-        _check_unit(unit, handle)
-        _check_hook(hook, unit, handle)
+    owning = [(unit, unit.buffers) for unit in units if unit.params]
+    for unit, buffers in owning:
+        _check_unit(unit, buffers)
+        _check_hook(hook, unit, buffers)
         if hook in _READY_MADE or _module_of(hook) == _TORCH_HOOKS:
-            _check_ranks(state, unit, handle)
-    for unit, handle in owning:
-        alone = make_communicator(None, handle.communicator.device)
-        replicas = handle.replicas if _is_sharded(handle) else alone
-        handle.reduce_by(_HookedReduction(unit, handle, state, _working(hook)), replicas)
+            _check_ranks(state, unit, buffers)
+    for unit, buffers in owning:
+        alone = make_communicator(None, buffers.communicator.device)
+        replicas = buffers.replicas if _is_sharded(buffers) else alone
+        buffers.gradients.reduce_by(_HookedReduction(unit, buffers, state, _working(hook)), replicas)
 
 
-def _check_unit(unit: Unit, handle: ParamHandle) -> None:
-    if handle.has_own_reduction:
+def _check_unit(unit: Unit, buffers: Buffers) -> None:
+    if buffers.gradients.has_own_reduction:
         raise OtherCommsError(f"{unit.name} has a communication hook already, and takes one")
-    if handle.transport.compresses_reductions:
+    if buffers.transport.compresses_reductions:
         raise RuntimeError(
             f"compress() decides how gradients of {unit.name} travel: call it without reductions first"
         )
-    if handle.holds_gradients:
+    if buffers.gradients.untaken:
         raise RuntimeError(
             f"{unit.name} holds gradients that no_sync() left unreduced: run a backward outside of "
             "no_sync(), or call zero_grad(), before"
         )
 
 
-def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
+def _check_hook(hook: Any, unit: Unit, buffers: Buffers) -> None:
     if not callable(hook):
         raise ValueError(f"a communication hook must be callable, but is {hook!r}")
     try:
         signature = inspect.signature(hook)
     except ValueError:  # not every callable tells
         return
-    arguments = ("state", "grad", "output") if _is_sharded(handle) else ("state", "grad")
+    arguments = ("state", "grad", "output") if _is_sharded(buffers) else ("state", "grad")
     try:
         signature.bind(*arguments)
     except TypeError as error:
@@ -212,12 +212,12 @@ def _check_hook(hook: Any, unit: Unit, handle: ParamHandle) -> None:
         ) from None
 
 
-def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
+def _check_ranks(state: Any, unit: Unit, buffers: Buffers) -> None:
     group = getattr(state, "process_group", None)
     if group is None:
         raise ValueError(f"a ready-made hook needs a DefaultState or LowPrecisionState, not {state!r}")
     named = sorted(dist.get_process_group_ranks(group))
-    needed = sorted((handle.communicator if _is_sharded(handle) else handle.replicas).members)
+    needed = sorted((buffers.communicator if _is_sharded(buffers) else buffers.replicas).members)
     if named != needed:
         raise ValueError(
             f"the hook has to average the gradients of {unit.name} over ranks {needed}, but its state "
@@ -225,8 +225,8 @@ def _check_ranks(state: Any, unit: Unit, handle: ParamHandle) -> None:
         )
 
 
-def _is_sharded(handle: ParamHandle) -> bool:
-    return all(segment.layout.sharded for segment in handle.segments)
+def _is_sharded(buffers: Buffers) -> bool:
+    return all(segment.layout.sharded for segment in buffers.segments)
 
 
 def _module_of(hook: Callable[..., None]) -> str:
@@ -242,10 +242,10 @@ def _working(hook: Callable[..., None]) -> Callable[..., None]:
 class _HookedReduction:
     """The reduction of one unit by a hook (a `ReduceScatter`)."""
 
-    def __init__(self, unit: Unit, handle: ParamHandle, state: object, hook: Callable[..., None]) -> None:
+    def __init__(self, unit: Unit, buffers: Buffers, state: object, hook: Callable[..., None]) -> None:
         self._name = unit.name  # not the unit, which holds this
-        self._lane = lane_of(handle.communicator.device, "reduce")
-        self._sharded = _is_sharded(handle)
+        self._lane = lane_of(buffers.communicator.device, "reduce")
+        self._sharded = _is_sharded(buffers)
         self._state, self._hook = state, hook
 
     def __call__(self, shards: list[torch.Tensor], full: list[torch.Tensor]) -> Pending:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fsdp_wrap._params import ParamHandle
+from fsdp_wrap._params import Buffers
 from fsdp_wrap._state.gradients.held import Over, gradients_by_ranks, overs_of
 from fsdp_wrap._state.gradients.norms import by_kind, merged, over_ranks, power, root, scale
 
@@ -14,20 +14,20 @@ _P = 2.0
 
 
 class NormInParts:
-    """The 2-norm of gradients that ranks add unit by unit, for the handles of all units on all ranks."""
+    """The 2-norm of gradients that ranks add unit by unit, for the buffers of all units on all ranks."""
 
-    def __init__(self, handles: Iterable[ParamHandle]) -> None:
+    def __init__(self, all_buffers: Iterable[Buffers]) -> None:
         self._overs: dict[Over, None] = {}
-        for handle in handles:
-            for sharded in handle.params:
-                self._overs |= dict.fromkeys(overs_of(handle, sharded))
-            self._device = handle.communicator.device
+        for buffers in all_buffers:
+            for sharded in buffers.params:
+                self._overs |= dict.fromkeys(overs_of(buffers, sharded))
+            self._device = buffers.communicator.device
         self._powers: dict[Over, torch.Tensor] = {}
 
     @torch.no_grad()
-    def add(self, handle: ParamHandle) -> None:
+    def add(self, buffers: Buffers) -> None:
         """Adds this rank's part of a unit's gradients."""
-        for over, grads in gradients_by_ranks(handle, handle.params).items():
+        for over, grads in gradients_by_ranks(buffers, buffers.params).items():
             if grads:
                 of_unit = power(by_kind(grads), _P, grads[0].device)
                 self._powers[over] = self._powers[over] + of_unit if over in self._powers else of_unit

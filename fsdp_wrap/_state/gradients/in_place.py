@@ -19,22 +19,22 @@ class GradientsInPlace(PlugIn):
     def enters(self, unit: Unit, what: Computing) -> None:
         """Ends reductions in flight: memory counts more than overlap with the first gradients."""
         queue = step_of(unit).queue
-        if what is Computing.BACKWARD and unit.handle.sizeable and queue.busy:
+        if what is Computing.BACKWARD and unit.buffers.segments.sizeable and queue.busy:
             queue.make_room(unit.options.most_reducing - 1)
 
     def computes(self, unit: Unit, what: Computing) -> None:
         """Puts off the next gather until gradients have taken the place of the parameters."""
         schedule = step_of(unit)
-        if what is Computing.BACKWARD and unit.handle.bulky and _nothing_needs(schedule, unit):
+        if what is Computing.BACKWARD and unit.buffers.segments.bulky and _nothing_needs(schedule, unit):
             schedule.queue.prefetch_later(unit)
 
     def brings(self, unit: Unit, leaf: nn.Parameter) -> None:
         if _nothing_needs(step_of(unit), unit):
-            unit.handle.take_in_place(leaf)
+            unit.buffers.gradients.take_in_place(leaf)
 
 
 def _nothing_needs(schedule: Step, unit: Unit) -> bool:
     """Returns whether the unit's parameters are freed, and its gradients reduced, when its backward ends."""
-    needed = unit.running or unit.arrivals.needed_to_end or unit.handle.where is not Where.FULL
+    needed = unit.running or unit.arrivals.needed_to_end or unit.buffers.where is not Where.FULL
     reduced = schedule.syncs and unit.options.syncs and not torch.is_grad_enabled()  # no create_graph
     return reduced and not needed and after_backward(unit, schedule.syncs, keeps_graph=False) is Until.NOW

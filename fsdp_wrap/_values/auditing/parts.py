@@ -13,7 +13,7 @@ from fsdp_wrap._params import Layout, Segment, ShardedParams
 from fsdp_wrap._runtime import Unit
 from fsdp_wrap._values.auditing.corruption import GATHER, REDUCTION, SHARD, UPDATE, Corruption
 from fsdp_wrap._values.finding import first_true, index_at
-from fsdp_wrap._values.pieces import handle_of, whole_name
+from fsdp_wrap._values.pieces import whole_name
 from fsdp_wrap._values.statistics import bit_sums, changed_place
 
 Sums = tuple[int, int]
@@ -67,7 +67,7 @@ class AuditedSegment:
     @property
     def communicator(self) -> Communicator:
         """The ranks that have shards of the segment."""
-        return handle_of(self.unit).communicator
+        return self.unit.buffers.communicator
 
     def own_sums(self, dtype: torch.dtype) -> Sums:
         """Returns sums over this rank's part of a gathered buffer, from its shard; 0 between parameters."""

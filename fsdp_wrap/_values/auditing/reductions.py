@@ -11,7 +11,6 @@ import torch
 from fsdp_wrap._params import Layout
 from fsdp_wrap._values.auditing.corruption import REDUCTION, Corruption
 from fsdp_wrap._values.auditing.parts import AuditedSegment, Key
-from fsdp_wrap._values.pieces import handle_of
 from fsdp_wrap._values.statistics import block_sums
 
 _LEAST_BLOCK = 16
@@ -49,12 +48,12 @@ class Reductions:
 
     def checks(self, part: AuditedSegment) -> bool:
         """Whether a unit's sums are those that its communicators make of all ranks' numbers."""
-        handle, plug_ins = handle_of(part.unit), part.unit.plug_ins
-        if handle.has_own_reduction or plug_ins.takes or plug_ins.averaged:
+        buffers, plug_ins = part.unit.buffers, part.unit.plug_ins
+        if buffers.gradients.has_own_reduction or plug_ins.takes or plug_ins.averaged:
             return False
-        ranks = handle.communicator.size * handle.replicas.size
-        whole = ranks == len(self._members) and handle.communicator.members <= self._members
-        return whole and handle.transport is handle.communicator
+        ranks = buffers.communicator.size * buffers.replicas.size
+        whole = ranks == len(self._members) and buffers.communicator.members <= self._members
+        return whole and buffers.transport is buffers.communicator
 
     def send(self, part: AuditedSegment, full: torch.Tensor) -> None:
         """Notes a complete reduce buffer; what was summed over a part of the ranks before counts too."""

@@ -10,7 +10,6 @@ import torch
 from fsdp_wrap._runtime import Unit
 from fsdp_wrap._values.auditing.corruption import GATHER, SHARD, Corruption
 from fsdp_wrap._values.auditing.parts import AuditedSegment, Key, Sums, apart, parts_of
-from fsdp_wrap._values.pieces import handle_of
 from fsdp_wrap._values.statistics import bit_sums
 
 Looks = Mapping[int, Mapping[Key, Sums]]
@@ -100,7 +99,7 @@ class Shards:
     def check_replicas(self, step: int, phase: str, looks: Looks) -> Iterator[Corruption]:
         """Yields shards that differ between replicas, on the first rank of each; `looks` are all ranks'."""
         for part in parts_of(self._units).values():
-            copies = sorted(handle_of(part.unit).replicas.members)
+            copies = sorted(part.unit.buffers.replicas.members)
             held = {rank: looks[rank][part.key] for rank in copies if part.key in looks.get(rank, {})}
             if self._rank != min(held, default=-1) or len({*held.values()}) < 2:
                 continue

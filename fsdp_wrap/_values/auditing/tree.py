@@ -20,7 +20,7 @@ from fsdp_wrap._values.auditing.shards import Shards
 from fsdp_wrap._values.auditing.twice import Twice, can_be_twice
 from fsdp_wrap._values.auditing.updates import RepeatedUpdate
 from fsdp_wrap._values.council import Council, all_begin, all_here
-from fsdp_wrap._values.pieces import Piece, handle_of
+from fsdp_wrap._values.pieces import Piece
 from fsdp_wrap._values.recorder import Reader, UnitRecorder
 
 _NOT_STEADY = "all ranks differ: it is not deterministic, or other code uses its parameters or hooks"
@@ -280,4 +280,4 @@ class TreeAudit(Reader):
         return not any((phase, corruption.rank, corruption.unit) in self._reported for phase in phases)
 
     def _ranks_of(self, name: str) -> frozenset[int]:
-        return handle_of(self._units[name]).communicator.members
+        return self._units[name].buffers.communicator.members

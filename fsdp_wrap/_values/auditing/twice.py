@@ -220,10 +220,10 @@ class Twice:
 
 def can_be_twice(unit: Unit) -> bool:
     """Whether a unit can be computed again on its own: no units, hooks or foreign parameters inside."""
-    handle = unit.handle
+    buffers = unit.buffers
     if not unit.params or unit.companions or unit.tied_to is not None or unit.parts:
         return False
-    if len({*units_in(unit.module).values()}) > 1 or handle.shown.state is not Showing.SHARDED:
+    if len({*units_in(unit.module).values()}) > 1 or buffers.shown.state is not Showing.SHARDED:
         return False
     if any(sharded.extended or sharded.distributed is not None for sharded in unit.params):
         return False
@@ -291,13 +291,13 @@ def _alike(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _as_it_was(call: _Forward) -> Iterator[dict[str, nn.Parameter]]:
     """Shows modules copies of a forward's parameters and buffers, with its random numbers and casts."""
-    handle = call.unit.handle
+    buffers = call.unit.buffers
     by_name: dict[str, nn.Parameter] = {}
     with ExitStack() as undo:
         for held, before in call.attributes:
             undo.callback(_put_back, held, dict(held))
             _put_back(held, _with_buffers(before))
-        leaves = handle.shown.state is Showing.LEAVES
+        leaves = buffers.shown.state is Showing.LEAVES
         for segment, values in zip(call.unit.segments, call.params):
             shown = [
                 nn.Parameter(_alike(value), leaf.requires_grad) for value, leaf in zip(values, segment.leaves)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_wrap._core import Place, clean_fqn, named, params, replace_tensor
-from fsdp_wrap._runtime import handles_of, units_in
+from fsdp_wrap._runtime import buffers_of, units_in
 
 
 def unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -38,9 +38,9 @@ def give_memory(module: nn.Module) -> bool:
     """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return False
-    handles = handles_of(units_in(module).values())
-    on_host = any(sharded.offloaded for handle in handles for sharded in handle.params)
-    device = handles[0].communicator.device if handles and not on_host else torch.device("cpu")
+    all_buffers = buffers_of(units_in(module).values())
+    on_host = any(sharded.offloaded for buffers in all_buffers for sharded in buffers.params)
+    device = all_buffers[0].communicator.device if all_buffers and not on_host else torch.device("cpu")
     ties: dict[int, list[Place]] = {}
     for _, place, param in named(module, params, all_names=True):
         if param is not None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import HostLane, accelerator_of, host_lane_of
 from fsdp_wrap._core import reason_against_pieces, warn_of_lost_decay
-from fsdp_wrap._runtime import Unit, handles_of, units_in
+from fsdp_wrap._runtime import Unit, buffers_of, units_in
 from fsdp_wrap._state import Originals, ShardedGradScaler
 from fsdp_wrap.optim._in_backward.steps import BackwardSteps, sharded_params, steps_of
 from fsdp_wrap.optim._on_shards import AnyOptimizer
@@ -155,7 +155,7 @@ def _check_scaler(scaler: GradScaler | None, params: Iterable[nn.Parameter]) -> 
 def _lane(units: Iterable[Unit], in_thread: bool | None) -> HostLane | None:
     """Returns the lane for updates beside the backward, or None."""
     params = [sharded for unit in units for sharded in unit.params]
-    device = next(handle.communicator.device for handle in handles_of(units))
+    device = next(buffers.communicator.device for buffers in buffers_of(units))
     accelerator = accelerator_of(device)
     shards = [sharded.flat_param.data for sharded in params]
     on_host = all(accelerator is None or accelerator.is_on_host(shard) for shard in shards)

@@ -23,8 +23,8 @@ from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import HostLane
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind, count_step, counted_before, warn_caller
 from fsdp_wrap._core.torch_private import graph_task, hook_gradient
-from fsdp_wrap._params import ParamHandle
-from fsdp_wrap._runtime import Progress, Step, Unit, handles_of, step_of, will_run
+from fsdp_wrap._params import Buffers
+from fsdp_wrap._runtime import Progress, Step, Unit, buffers_of, step_of, will_run
 from fsdp_wrap._state import NormInParts, scale_to
 from fsdp_wrap.optim._in_backward.unit_params import ScaledUnit, UnitParams
 from fsdp_wrap.optim._on_shards import put_in_order
@@ -76,8 +76,8 @@ class BackwardSteps:
             if params:
                 self._parts[unit] = UnitParams(optimizer, params)
                 unit.plug_ins.attach(self._joins)
-        handles = handles_of(self._parts)
-        self._norm = NormInParts(handles) if max_norm is not None and handles else None
+        all_buffers = buffers_of(self._parts)
+        self._norm = NormInParts(all_buffers) if max_norm is not None and all_buffers else None
         for schedule in dict.fromkeys(map(step_of, self._parts)):
             if schedule not in self._trees:
                 self._update_in(schedule)
@@ -132,15 +132,15 @@ class BackwardSteps:
             unit: The unit.
             arrive: Adds the gradients that the reduction has brought.
         """
-        part, handle, norm = self._parts[unit], unit.handle, self.total_norm
+        part, buffers, norm = self._parts[unit], unit.buffers, self.total_norm
         self._began = True
         if not self.communicates:
-            self._issue(partial(self._apply, unit, part, norm, handle, arrive))
+            self._issue(partial(self._apply, unit, part, norm, buffers, arrive))
             return
         if arrive is not None:
             arrive()
         self._unscale(unit)
-        self._step_scaled(unit, partial(self._apply, unit, part, norm, handle))
+        self._step_scaled(unit, partial(self._apply, unit, part, norm, buffers))
 
     def finish(self, left: Sequence[Unit]) -> None:
         """All gradients are there: updates the units that are left, and waits for all updates.
@@ -206,15 +206,15 @@ class BackwardSteps:
         name: str,
         part: UnitParams,
         norm: torch.Tensor | None,
-        handle: ParamHandle | None = None,
+        buffers: Buffers | None = None,
         arrive: Callable[[], None] | None = None,
     ) -> None:
         """Clips the gradients of a unit, lets the optimizer step with them, and frees them."""
         if arrive is not None:
             arrive()
         try:
-            if self._norm is not None and handle is not None:
-                self._norm.add(handle)
+            if self._norm is not None and buffers is not None:
+                self._norm.add(buffers)
             if norm is not None and self._max_norm is not None:
                 scale_to(part.gradients(), norm, self._max_norm)
             if self._clip_value is not None:
@@ -235,7 +235,7 @@ class BackwardSteps:
         for unit in left:
             if self.communicates:
                 self._unscale(unit)
-            self._norm.add(unit.handle)
+            self._norm.add(unit.buffers)
         total = self._norm.total()
         if total.isfinite():
             self.total_norm = total
@@ -374,7 +374,7 @@ class UnitUpdates(PlugIn):
                 raise _come_again(unit)
             self._reduced[unit] = None
         if not self._steps.communicates:
-            self._update(unit for unit in self._reduced if not unit.handle.awaits_gradients)
+            self._update(unit for unit in self._reduced if not unit.buffers.gradients.arriving)
 
     def before_reduction(self, step: Step) -> None:
         """Updates all that is complete: updates that communicate do so here."""
@@ -385,7 +385,7 @@ class UnitUpdates(PlugIn):
             if self._is_complete(unit):
                 del self._reduced[unit]
                 self._note(unit)
-                self._steps.update(unit, unit.handle.take_arriving())
+                self._steps.update(unit, unit.buffers.gradients.take_arriving())
 
     def _is_complete(self, unit: Unit) -> bool:
         if self._steps.waits or not self._last or unit.forwards > 1:
@@ -393,8 +393,8 @@ class UnitUpdates(PlugIn):
         awaited, come = self._outputs.get(unit, _NO_OUTPUTS)
         if unit.arrivals.progress is not Progress.FINISHED or not awaited <= come:
             return False
-        handle = unit.handle  # of which a reduction or a sum may still be due
-        return handle.reduction is None and not (handle.holds_gradients or handle.keeps_gradients)
+        gradients = unit.buffers.gradients  # of which a reduction or a sum may still be due
+        return gradients.reduction is None and not (gradients.untaken or gradients.unsummed)
 
     def _note(self, unit: Unit) -> None:
         self._updated.add(unit)
@@ -407,7 +407,7 @@ class UnitUpdates(PlugIn):
         if not complete:
             return
         begun, reduced = self._end()
-        left = [unit for unit in reduced if unit.params and not unit.handle.keeps_gradients]
+        left = [unit for unit in reduced if unit.params and not unit.buffers.gradients.unsummed]
         for unit in left:
             self._note(unit)
         if begun:

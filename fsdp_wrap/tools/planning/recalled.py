@@ -36,4 +36,4 @@ def planned_lines(units: Sequence[Unit]) -> Iterator[str]:
 
 def gathered_bytes(unit: Unit) -> int:
     """Returns the bytes of a unit's full parameters, in the dtype of its computation."""
-    return unit.handle.unsharded_nbytes
+    return unit.buffers.segments.unsharded_nbytes

@@ -189,7 +189,7 @@ class PlanRecorder(PlugIn):
         self.computed(unit, Computing.BACKWARD)
 
     def gathers(self, unit: Any, phase: Phase, nbytes: int, together: tuple[str, ...]) -> None:
-        self.gathered.setdefault(phase.value, Counter()).update(unit.handle.nbytes_by_dtype(reduced=False))
+        self.gathered.setdefault(phase.value, Counter()).update(unit.buffers.segments.nbytes_by_dtype())
 
     def span_begins(self, span: Span) -> None:
         ticket = self._next_ticket = self._next_ticket + 1
@@ -214,7 +214,7 @@ class PlanRecorder(PlugIn):
             size, received = len(messages[0].ranks), sum(message.received for message in messages)
             self._issue(replace(messages[0], received=received, nbytes=received * size // (size - 1)))
         if span.kind in _MESSAGES:
-            sizes = {self._name(owner): owner.handle.unsharded_nbytes for owner in span.owners}
+            sizes = {self._name(owner): owner.buffers.segments.unsharded_nbytes for owner in span.owners}
             for name, nbytes in sizes.items():
                 self.payload[name] += span.nbytes * nbytes // (sum(sizes.values()) or 1)
         self._spans = [entry for entry in self._spans if entry[0] is not span]

@@ -319,10 +319,11 @@ class _Levels:
 
 def _communication(span: Span, kind: str) -> tuple[tuple[str, ...], str, tuple[int, ...]]:
     """Returns the dtypes of a transfer, the way that it takes, and its ranks."""
-    handle = span.owners[0].handle
-    if not handle.params:  # the module was freed since
+    buffers = span.owners[0].buffers
+    if not buffers.params:  # the module was freed since
         return (), "", ()
-    communicator, reduces = handle.communicator, kind == REDUCE
+    communicator, reduces = buffers.communicator, kind == REDUCE
     members = communicator.members
-    ranks = tuple(sorted(members | handle.replicas.members if reduces else members))
-    return tuple(handle.nbytes_by_dtype(reduced=reduces)), communicator.way, ranks
+    ranks = tuple(sorted(members | buffers.replicas.members if reduces else members))
+    nbytes = (buffers.gradients if reduces else buffers.segments).nbytes_by_dtype()
+    return tuple(nbytes), communicator.way, ranks

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from fsdp_wrap._comm import accelerator_of, all_gather_object, default_group
 from fsdp_wrap._core import everywhere
 from fsdp_wrap._core.torch_private import default_store
-from fsdp_wrap._runtime import handles_of
+from fsdp_wrap._runtime import buffers_of
 from fsdp_wrap.tools.memory import explain_memory_errors
 from fsdp_wrap.tools.models import Models, modules_of, named_units
 from fsdp_wrap.tools.timeline import trace
@@ -128,7 +128,7 @@ def timeline(models: Models, path: str | Path | None = None, *, gather: bool = T
     together = dist.is_initialized() and dist.get_world_size() > 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     clock = _common_clock(rank) if together else ClockOffset(this_host(), 0, 0)
-    device = next((handle.communicator.device for handle in handles_of(names)), torch.device("cpu"))
+    device = next((buffers.communicator.device for buffers in buffers_of(names)), torch.device("cpu"))
     params = [param for module in modules_of(models).values() for param in module.parameters()]
     recorder, recorded = TimelineRecorder(names, params, accelerator_of(device)), Timeline()
     begin, failed = perf_counter_ns(), True
