@@ -42,8 +42,8 @@ def run_transformed(units: Sequence[Unit], part: nn.Module | None, compute: Call
     try:
         with outside_transforms():
             for unit in units:
-                schedule = step_of(unit)
-                undo.callback(_exit, schedule, schedule.before_forward(unit, part))
+                step = step_of(unit)
+                undo.callback(_exit, step, step.before_forward(unit, part))
                 copies: _Copies = [[*map(_copy_leaf, segment.leaves)] for segment in unit.segments]
                 computed_with.append((unit, copies))
                 undo.callback(_show, unit, _show(unit, copies))
@@ -73,8 +73,8 @@ def _show(unit: Unit, copies: _Copies | None) -> _Copies | None:
     return before
 
 
-def _exit(schedule: Step, call: ForwardCall) -> None:
-    schedule.exit_forward(call)
+def _exit(step: Step, call: ForwardCall) -> None:
+    step.exit_forward(call)
     if graph_task() == -1:  # a recomputation is resharded by its backward
         reshard(call.unit)
 

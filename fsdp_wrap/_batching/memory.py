@@ -66,8 +66,8 @@ def _default_on(device: torch.device) -> int:
     return _ON_CPU if device.type == "cpu" else 0
 
 
-def follow_setting(schedule: Step) -> None:
+def follow_setting(step: Step) -> None:
     """Lets a tree have the memory for batches that its root has, now and not at the next forward."""
-    for plug_in in schedule.plug_ins.attached:
+    for plug_in in step.plug_ins.attached:
         if isinstance(plug_in, Batching):
-            plug_in.follow_setting(schedule)
+            plug_in.follow_setting(step)

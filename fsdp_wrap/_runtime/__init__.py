@@ -1,6 +1,6 @@
-"""The runtime: units, and the schedule of their gathers and reductions.
+"""The runtime: units, and the path of a step, on which they are gathered and reduced.
 
-Lives here: units, and the schedule of forwards and backwards.
+Lives here: units, and what happens to them from a forward to the end of its backward.
 May import: `_core`, `_comm`, `_params`.
 Must never know: state dicts, and which front-end made a unit.
 """

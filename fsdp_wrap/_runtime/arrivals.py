@@ -21,19 +21,19 @@ class Progress(Enum):
 class Arrivals:
     """Gradients that a unit has and awaits in the running backward of its tree.
 
-    Leaf hooks note each gradient here, and call the schedule only where it may have to act: after the first
+    Leaf hooks note each gradient here, and call the step only where it may have to act: after the first
     gradient unless it has acted before, at a quarter of the bytes if reductions are in flight, and after the
     last gradient unless inputs are awaited too. Leaves are stored by id: their hooks reference this object.
 
     Attributes:
         progress: State of the unit's backward.
         missing: Weight (about bytes) of each leaf without its gradient, by id.
-        quarter_came: Whether a quarter of the weight had come when the schedule acted last.
+        quarter_came: Whether a quarter of the weight had come when the step acted last.
         open_calls: Number of forward calls that wait for gradients of their watched inputs.
         inputs_done: Whether there were such calls, and none waits any more.
         owes: Whether a reduction is due, even without gradients: other ranks may have some.
         needed_to_end: Whether the leaves may be needed until the tree's backward ends.
-        every: Whether the schedule acts after each gradient.
+        every: Whether the step acts after each gradient.
     """
 
     progress: Progress = Progress.UNREACHED
@@ -74,11 +74,11 @@ class Arrivals:
         self._to_come -= self.missing.pop(id(leaf), 0)
 
     def hook(self, leaf: nn.Parameter, act: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-        """Returns a leaf's hook: notes the gradient, and calls `act` where the schedule may have to act."""
+        """Returns a leaf's hook: notes the gradient, and calls `act` where the step may have to act."""
         return _LeafHook(self, act)
 
     def go_on(self, at_quarter: bool = True) -> None:
-        """Sets when the schedule acts next; `at_quarter` tells whether at a quarter of the bytes."""
+        """Sets when the step acts next; `at_quarter` tells whether at a quarter of the bytes."""
         self.progress = Progress.RUNNING
         self.quarter_came = self._to_come <= self._quarter
         later = (-1 if self.open_calls else 0) if self.quarter_came or not at_quarter else self._quarter
@@ -108,7 +108,7 @@ class Arrivals:
     def forget(self) -> None:
         """Ends the unit's backward, if one runs, though gradients may be missing."""
         self.end()
-        self.missing = {}  # the schedule acts after the next gradient, the first of another backward
+        self.missing = {}  # the step acts after the next gradient, the first of another backward
 
 
 class _LeafHook:

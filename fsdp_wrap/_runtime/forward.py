@@ -71,14 +71,14 @@ def run_forward(
             within = partial(_compute, unit, outermost, compute, args, kwargs, replaced)
             return inside_transforms.needed("torch.func")([*unit.companions, unit], part, within)
         for runs in (*unit.companions, unit):
-            schedule = runs.step or step_of(runs)
-            assert isinstance(schedule, Step)
-            calls.append((schedule, schedule.before_forward(runs, part), []))
+            step = runs.step or step_of(runs)
+            assert isinstance(step, Step)
+            calls.append((step, step.before_forward(runs, part), []))
         returned = None
         if unit.casts is not NO_CASTS or own.device.type != "cpu":
             returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
-        for schedule, call, nodes in calls:
-            args, kwargs = _watched_inputs(schedule, call, nodes, (args, kwargs), replaced)
+        for step, call, nodes in calls:
+            args, kwargs = _watched_inputs(step, call, nodes, (args, kwargs), replaced)
         for act in unit.plug_ins.sees:
             act(unit, ValueSeam.INPUTS, [*iter_tensors((args, kwargs))])
         for act in unit.plug_ins.runs:
@@ -86,11 +86,11 @@ def run_forward(
         output = compute(*args, **kwargs)
         if returned is not None:
             output = cast_floating(output, returned)
-        for schedule, call, nodes in calls:
+        for step, call, nodes in calls:
             buffers = call.unit.buffers
             if buffers.params:
                 output, tensors = _without_parameters(buffers, output)
-                schedule.after_forward(call, tensors, nodes)
+                step.after_forward(call, tensors, nodes)
         if own.stays.waiting and own.depth == len(calls):
             output = _end_outermost(own, output)
         return output
@@ -98,8 +98,8 @@ def run_forward(
         own.fail_forward(error, len(calls))
         raise
     finally:
-        for schedule, call, _ in calls:
-            schedule.exit_forward(call)
+        for step, call, _ in calls:
+            step.exit_forward(call)
         if replaced:
             put_back(replaced, (args, kwargs))
 
@@ -120,14 +120,14 @@ def _compute(
 
 def _prepared(unit: Unit, outermost: bool, args: Any, kwargs: Any, replaced: Replaced | None) -> Any:
     """Returns the dtype to cast outputs to, or None, and the inputs: cast, and moved if `outermost`."""
-    schedule, casts = step_of(unit), unit.casts
-    device = schedule.device
+    step, casts = step_of(unit), unit.casts
+    device = step.device
     if outermost and device.type != "cpu":  # inputs may be on another device
         args, kwargs = map_tensors(
             lambda value: value.to(device, non_blocking=True), (args, kwargs), replaced
         )
     returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
-    computed = casts.root if unit is schedule.root else casts.nested
+    computed = casts.root if unit is step.root else casts.nested
     if computed is not None:
         args, kwargs = cast_floating((args, kwargs), computed, replaced)
     return returned, args, kwargs
@@ -139,13 +139,11 @@ def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _watched_inputs(
-    schedule: Step, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced
-) -> Any:
+def _watched_inputs(step: Step, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced) -> Any:
     """Replaces inputs that need gradients by views, whose hooks tell when the gradients are done.
 
     Args:
-        schedule: The schedule of the unit.
+        step: The step of the unit's tree.
         call: The forward call.
         nodes: List to which the views' nodes are added.
         inputs: Positional and keyword inputs.
@@ -165,7 +163,7 @@ def _watched_inputs(
         if view is None:  # one tensor stays one: modules test `query is key`
             view = seen[id(tensor)] = tensor.view_as(tensor)
             assert view.grad_fn is not None
-            view.grad_fn.register_prehook(partial(schedule.input_gradient_arrived, call))
+            view.grad_fn.register_prehook(partial(step.input_gradient_arrived, call))
             nodes.append(view.grad_fn)
         return view
 
@@ -200,11 +198,11 @@ def _without_parameters(buffers: Buffers, output: Any) -> tuple[Any, list[torch.
     return output, list(iter_tensors(output))
 
 
-def _end_outermost(schedule: Step, output: Any) -> Any:
+def _end_outermost(step: Step, output: Any) -> Any:
     """Ends forward calls that wait for the outermost forward; returns its output without parameters."""
     if graph_task() != -1:
         return output
-    for unit in schedule.stays.waiting:
+    for unit in step.stays.waiting:
         output, _ = _without_parameters(unit.buffers, output)
-    schedule.end_outermost([*iter_tensors(output)])
+    step.end_outermost([*iter_tensors(output)])
     return output

@@ -113,7 +113,7 @@ class CastBuffers(PlugIn):
 
 
 class StepState(ABC):
-    """State of the running step of a tree of units: written by its schedule, read by its units.
+    """State of the running step of a tree of units: written by `Step`, read by its units.
 
     Attributes:
         root: The unit whose forward is outermost.
@@ -158,7 +158,7 @@ class Unit:
         forwards: Number of forward calls since the last backward that a backward may follow, without
             recomputations.
         casts: Casts of inputs and outputs.
-        schedule: State of its tree's step; None before its first use.
+        step: That of its tree; None before its first use.
         plug_ins: What is attached to it, to its steps and to all steps.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
         tied_to: The unit that has this one in its `tied`, if any.
@@ -288,12 +288,12 @@ class Unit:
         prefix = self.fqn.split(", ")[0].removesuffix(self.mesh_label).rstrip()
         return f"{prefix}.{param}" if prefix else param
 
-    def join(self, schedule: StepState, fqn: str) -> None:
-        """Joins a schedule under a name relative to the root."""
-        self.step, self.fqn = schedule, fqn
+    def join(self, step: StepState, fqn: str) -> None:
+        """Joins a tree's step, under a name relative to the root."""
+        self.step, self.fqn = step, fqn
 
     def leave(self) -> None:
-        """Leaves its schedule; the next use joins one again."""
+        """Leaves its step; the next use joins one again."""
         self.step = None
         self.plug_ins.move_below(everywhere)
 
@@ -380,8 +380,8 @@ class Unit:
     @property
     def defers(self) -> bool:
         """Whether the sum over the replicas waits for a later reduction."""
-        buffers, schedule = self.buffers, self.step
-        if self.options.sums_over_replicas and (schedule is None or schedule.sums_over_replicas):
+        buffers, step = self.buffers, self.step
+        if self.options.sums_over_replicas and (step is None or step.sums_over_replicas):
             return False
         return buffers.replicas.size > 1
 

@@ -24,17 +24,17 @@ class GradientsInPlace(PlugIn):
 
     def computes(self, unit: Unit, what: Computing) -> None:
         """Puts off the next gather until gradients have taken the place of the parameters."""
-        schedule = step_of(unit)
-        if what is Computing.BACKWARD and unit.buffers.segments.bulky and _nothing_needs(schedule, unit):
-            schedule.queue.prefetch_later(unit)
+        step = step_of(unit)
+        if what is Computing.BACKWARD and unit.buffers.segments.bulky and _nothing_needs(step, unit):
+            step.queue.prefetch_later(unit)
 
     def brings(self, unit: Unit, leaf: nn.Parameter) -> None:
         if _nothing_needs(step_of(unit), unit):
             unit.buffers.gradients.take_in_place(leaf)
 
 
-def _nothing_needs(schedule: Step, unit: Unit) -> bool:
+def _nothing_needs(step: Step, unit: Unit) -> bool:
     """Returns whether the unit's parameters are freed, and its gradients reduced, when its backward ends."""
     needed = unit.running or unit.arrivals.needed_to_end or unit.buffers.where is not Where.FULL
-    reduced = schedule.syncs and unit.options.syncs and not torch.is_grad_enabled()  # no create_graph
-    return reduced and not needed and after_backward(unit, schedule.syncs, keeps_graph=False) is Until.NOW
+    reduced = step.syncs and unit.options.syncs and not torch.is_grad_enabled()  # no create_graph
+    return reduced and not needed and after_backward(unit, step.syncs, keeps_graph=False) is Until.NOW

@@ -128,7 +128,8 @@ def _codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for row, (of_row, into) in enumerate(zip(torch.split(weight, BLOCK), torch.split(codes, BLOCK))):
         numbers = of_row.to(torch.float32).view(BLOCK, columns, BLOCK)
         largest = numbers.abs().amax((0, 2))
-        scales[row] = torch.where(largest > 0, largest / most, 1.0)
+        scale = largest / most
+        scales[row] = torch.where(scale > 0, scale, 1.0)  # that of tiny numbers may be none
         numbers = numbers / scales[row][:, None]
         into.copy_(numbers.clamp_(-most, most).view(into.shape))
     return codes, scales
