@@ -184,7 +184,7 @@ class FSDPModule(nn.Module):
         Args:
             event: The event to wait for, once.
         """
-        wait_for(self.__schedule, event)
+        wait_for(self.__step, event)
 
     # gradients
 
@@ -195,7 +195,7 @@ class FSDPModule(nn.Module):
             is_last_backward: True, as at the beginning, waits. With False, read no gradient before the last
                 backward.
         """
-        self.__schedule.ending.set_last(is_last_backward)
+        self.__step.ending.set_last(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Sets whether `finalize_backward`, instead of each backward, waits for the last reduction.
@@ -209,7 +209,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If another unit encloses this one, or a backward has begun and was not finalized.
         """
         require_root(_unit_of(self), "set_manual_backward_finalization()")
-        self.__schedule.ending.set_manual(enabled)
+        self.__step.ending.set_manual(enabled)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -236,11 +236,11 @@ class FSDPModule(nn.Module):
                 part of the ranks only.
         """
         require_root(_unit_of(self), "finalize_backward()")
-        schedule = self.__schedule
-        finalize(schedule)
+        step = self.__step
+        finalize(step)
         if async_op:
-            return _IssuedReduction(schedule)
-        await_reduction(schedule)
+            return _IssuedReduction(step)
+        await_reduction(step)
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -351,7 +351,7 @@ class FSDPModule(nn.Module):
         self.__use_comms(reduce_scatter=comm)
 
     def __use_comms(self, **comms: Any) -> None:
-        require_idle([self.__schedule.root], "setting a custom collective")
+        require_idle([self.__step.root], "setting a custom collective")
         for unit in _unit_of(self).over_all_meshes:
             if unit.params:
                 use_comms(unit.buffers, unit.name, **comms)
@@ -368,7 +368,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If a custom collective or `set_symm_mem_for_comm` allocates the buffers, inside a
                 forward or backward, or while gradients wait for a reduction.
         """
-        require_idle([self.__schedule.root], "choosing the memory for communication")
+        require_idle([self.__step.root], "choosing the memory for communication")
         for unit in _unit_of(self).over_all_meshes:
             allocate_by_group(unit, enable)
 
@@ -385,7 +385,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If a custom collective or the process group's allocator allocates the buffers,
                 inside a forward or backward, or while gradients wait for a reduction.
         """
-        require_idle([self.__schedule.root], "choosing the memory for communication")
+        require_idle([self.__step.root], "choosing the memory for communication")
         for unit in _unit_of(self).over_all_meshes:
             allocate_symmetric(unit, backend)
 
@@ -399,7 +399,7 @@ class FSDPModule(nn.Module):
             enable: Whether they are.
             recurse: Also set it for the units below.
         """
-        require_idle([self.__schedule.root], "choosing the process group of reductions")
+        require_idle([self.__step.root], "choosing the process group of reductions")
         for unit in self.__units(recurse):
             unit.buffers.communicator.reduce_apart(enable)
             unit.set(reduces_apart=enable)
@@ -452,7 +452,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If another unit encloses this one.
         """
         require_root(_unit_of(self), "reset_iter_state()")
-        reset(self.__schedule)
+        reset(self.__step)
 
     # conversions, copies, state dicts
 
@@ -545,7 +545,7 @@ class FSDPModule(nn.Module):
     # common helpers; names that a user's module, whose class this joins, cannot have as well
 
     @property
-    def __schedule(self) -> Step:
+    def __step(self) -> Step:
         return step_of(_unit_of(self))
 
     def __units(self, recurse: bool) -> Iterable[Unit]:
@@ -583,15 +583,15 @@ class GradientReductionHandle:
 
 
 class _IssuedReduction(GradientReductionHandle):
-    def __init__(self, schedule: Step) -> None:
-        self._schedule: Step | None = schedule
-        self._issued = schedule.ending.issue()
+    def __init__(self, step: Step) -> None:
+        self._step: Step | None = step
+        self._issued = step.ending.issue()
 
     def wait(self) -> None:
-        if self._schedule is not None:
-            self._schedule.ending.require_issued(self._issued)
-            await_reduction(self._schedule)
-            self._schedule = None
+        if self._step is not None:
+            self._step.ending.require_issued(self._issued)
+            await_reduction(self._step)
+            self._step = None
 
 
 class UnshardHandle:

@@ -54,7 +54,7 @@ class StepChecks(PlugIn):
     """The checks of one tree.
 
     Args:
-        schedule: Runs its steps.
+        step: That of the tree.
 
     Attributes:
         parts: Samples of its gradients, once a backward has brought some.
@@ -62,9 +62,9 @@ class StepChecks(PlugIn):
 
     order = Precedence.CHECKS
 
-    def __init__(self, schedule: Step) -> None:
-        self._schedule = weakref.ref(schedule)
-        self._tree, self._units = schedule.tree, schedule.units
+    def __init__(self, step: Step) -> None:
+        self._step = weakref.ref(step)
+        self._tree, self._units = step.tree, step.units
         self.parts: ScaledParts | None = None
         self._told: list[tuple[Remark, GroupPositions, tuple[int, int], int]] = []
         _all.add(self)
@@ -130,8 +130,8 @@ class StepChecks(PlugIn):
 
         A rank that had no batch in `uneven` has run no forward, and steps as the others do.
         """
-        schedule = self._schedule()
-        return schedule is not None and not schedule.plug_ins.align
+        step = self._step()
+        return step is not None and not step.plug_ins.align
 
     @property
     def collectives(self) -> int:
@@ -237,8 +237,8 @@ before_steps.append(_before_step)
 @contextmanager
 def scaling_gradients(units: Iterable[Unit]) -> Iterator[None]:
     """Scales gradients of units while the context is open, by a factor that all ranks have agreed on."""
-    schedules = dict.fromkeys(map(step_of, units))
-    attached = chain.from_iterable(schedule.plug_ins.attached for schedule in schedules)
+    steps = dict.fromkeys(map(step_of, units))
+    attached = chain.from_iterable(step.plug_ins.attached for step in steps)
     trees = [plug_in for plug_in in attached if isinstance(plug_in, StepChecks)]
     unedited = [checks.parts for checks in trees if checks.parts is not None and not checks.edited]
     yield

@@ -35,11 +35,11 @@ class Reproducible:
     """
 
     def __init__(
-        self, schedules: Sequence[Step], indices: range, micro_batches: int, seed: int, average: bool
+        self, steps: Sequence[Step], indices: range, micro_batches: int, seed: int, average: bool
     ) -> None:
         self.indices, self.micro_batch_count = indices, micro_batches
         self._seed = seed
-        self._steps = [CountedSteps(schedule, micro_batches, average) for schedule in schedules]
+        self._steps = [CountedSteps(step, micro_batches, average) for step in steps]
 
     def micro_batches(self, step: int) -> Iterator[int]:
         """Yields this rank's micro-batches of a step, and seeds the generators for each.
@@ -133,9 +133,9 @@ def reproducible(
     if not units:
         refuse_unsharded(model, "reproducible()")
     require_root(units[0], "reproducible()")
-    schedules = [*dict.fromkeys(map(step_of, units))]
+    steps = [*dict.fromkeys(map(step_of, units))]
     owning = [(unit, unit.buffers) for unit in units if unit.params]
-    _refuse(model, schedules, owning)
+    _refuse(model, steps, owning)
     ranks, rank = _place(owning)
     _check_count(micro_batches, ranks)
     chosen = {"micro_batches": micro_batches, "seed": seed, "average": average}
@@ -143,18 +143,16 @@ def reproducible(
         communicator for _, buffers in owning for communicator in (buffers.communicator, buffers.replicas)
     ):
         communicator.agree("reproducible()", chosen)
-    warn_of_kernels(schedules)
+    warn_of_kernels(steps)
     per_rank = micro_batches // ranks
-    return Reproducible(
-        schedules, range(rank * per_rank, (rank + 1) * per_rank), micro_batches, seed, average
-    )
+    return Reproducible(steps, range(rank * per_rank, (rank + 1) * per_rank), micro_batches, seed, average)
 
 
-def _refuse(model: nn.Module, schedules: Iterable[Step], owning: Iterable[tuple[Unit, Buffers]]) -> None:
+def _refuse(model: nn.Module, steps: Iterable[Step], owning: Iterable[tuple[Unit, Buffers]]) -> None:
     """Refuses what cannot be the same at any number of ranks."""
-    for schedule in schedules:
-        refuse_aligned(schedule)
-        require_idle([schedule.root], "reproducible()")
+    for step in steps:
+        refuse_aligned(step)
+        require_idle([step.root], "reproducible()")
     for unit, buffers in owning:
         refuse_others_sums(unit, buffers)
         if buffers.gradients.accumulated:

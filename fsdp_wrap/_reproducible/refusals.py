@@ -70,11 +70,11 @@ def refuse_others_sums(unit: Unit, buffers: Buffers) -> None:
         )
 
 
-def refuse_aligned(schedule: Step) -> None:
+def refuse_aligned(step: Step) -> None:
     """Refuses a model in `uneven` or `Join`, or one that is reproducible already."""
-    if schedule.plug_ins.align:
+    if step.plug_ins.align:
         raise RuntimeError(
-            f"{schedule.root.name} is reproducible already, or in uneven() or Join, where ranks may have "
+            f"{step.root.name} is reproducible already, or in uneven() or Join, where ranks may have "
             "different numbers of micro-batches: call remove() or leave the context first"
         )
 
@@ -90,9 +90,9 @@ def refuse_unowned(module: nn.Module, owned: Iterable[nn.Parameter]) -> None:
             )
 
 
-def warn_of_kernels(schedules: Sequence[Step]) -> None:
+def warn_of_kernels(steps: Sequence[Step]) -> None:
     """Warns of an accelerator whose kernels may not be deterministic."""
-    if any(accelerator_of(schedule.device) is not None for schedule in schedules):
+    if any(accelerator_of(step.device) is not None for step in steps):
         if not torch.are_deterministic_algorithms_enabled():
             warn_caller(
                 "reproducible() was called while kernels need not be deterministic: call "

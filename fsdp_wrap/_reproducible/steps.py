@@ -27,10 +27,10 @@ from fsdp_wrap._state import exact_powers
 
 
 class CountedSteps(PlugIn):
-    """The steps of one schedule.
+    """Counts the backwards of one tree by the steps of its optimizer.
 
     Args:
-        schedule: The schedule.
+        step: That of the tree.
         micro_batches: Number of micro-batches in a step.
         average: Whether gradients are divided by the number of micro-batches.
 
@@ -42,20 +42,20 @@ class CountedSteps(PlugIn):
     order = Precedence.RANKS
     aligns = True
 
-    def __init__(self, schedule: Step, micro_batches: int, average: bool) -> None:
-        self._schedule = schedule
-        self._norms = norms_over_batches(schedule.root.module)
+    def __init__(self, step: Step, micro_batches: int, average: bool) -> None:
+        self._step = step
+        self._norms = norms_over_batches(step.root.module)
         self.done = self.backwards = 0
         self._open = False
         self._unsynced: list[Unit] = []
         self._sums: dict[Unit, TreeSums] = {}
         self._divisors: dict[Unit, float] = {}
         self._checked = weakref.WeakSet[torch.optim.Optimizer]()
-        for unit in schedule.units:
+        for unit in step.units:
             if unit.params:
                 self._take_over(unit, unit.buffers, micro_batches, average)
         self._each = max((tree_sums.each for tree_sums in self._sums.values()), default=1)
-        schedule.plug_ins.attach(self)
+        step.plug_ins.attach(self)
         exact_powers.update(dict.fromkeys(self.params, exact_power))
         _living.add(self)
 
@@ -83,7 +83,7 @@ class CountedSteps(PlugIn):
     def remove(self) -> None:
         """Lets the units sum as usual again."""
         self._drop()
-        self._schedule.plug_ins.detach(self)
+        self._step.plug_ins.detach(self)
         _living.discard(self)
         for param in self.params:
             exact_powers.pop(param, None)

@@ -99,12 +99,12 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
             leaves the context by an error: then all have the gradients from before.
     """
     check_flag("average", average)
-    schedules = schedules_of(models, "uneven()")
-    peers = peers_of(schedules)
-    updated = [unit for schedule in schedules for unit in schedule.units if schedule.plug_ins.updates(unit)]
-    options = RoundOptions(schedules, updated if average else ())  # their gradients do not outlive a backward
-    pool = Pool(schedules, average, peers.size)
-    rounds = Rounds(schedules, peers, options, pool)
+    steps = steps_of(models, "uneven()")
+    peers = peers_of(steps)
+    updated = [unit for step in steps for unit in step.units if step.plug_ins.updates(unit)]
+    options = RoundOptions(steps, updated if average else ())  # their gradients do not outlive a backward
+    pool = Pool(steps, average, peers.size)
+    rounds = Rounds(steps, peers, options, pool)
     rounds.enter()
     pool.begin()
     with ExitStack() as undo:
@@ -113,8 +113,8 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
         refusal = _StepRefusal(pool.params.difference(sharded_params(updated)))
         undo.callback(register_optimizer_step_pre_hook(refusal).remove)
         options.gather_wholes()
-        for schedule in schedules:
-            undo.enter_context(schedule.plug_ins.having(rounds))
+        for step in steps:
+            undo.enter_context(step.plug_ins.having(rounds))
         try:
             yield Uneven(rounds, bool(updated))
             rounds.join()
@@ -130,8 +130,8 @@ def uneven(*models: nn.Module, average: bool = True) -> Iterator[Uneven]:
                 pool.drop()
             raise
     if rounds.shadowed:
-        for schedule, order in zip(schedules, rounds.orders):
-            follow(schedule, order)
+        for step, order in zip(steps, rounds.orders):
+            follow(step, order)
 
 
 class _StepRefusal:
@@ -148,11 +148,11 @@ class _StepRefusal:
             )
 
 
-def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Step]:
-    """Returns the schedules of models that are between two steps; refuses all others."""
+def steps_of(models: Sequence[nn.Module], doing: str) -> list[Step]:
+    """Returns the `Step` of each model; refuses models inside a forward or backward."""
     if not models:
         raise ValueError(f"{doing} needs a model: pass all models that compute inside")
-    schedules: dict[Step, None] = {}
+    steps: dict[Step, None] = {}
     for model in models:
         if not isinstance(model, nn.Module):
             raise TypeError(f"{doing} takes models, not a {type(model).__name__}")
@@ -160,10 +160,10 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Step]:
         if not units:
             refuse_unsharded(model, doing)
         require_root(next(iter(units.values())), doing)
-        schedules.update(dict.fromkeys(map(step_of, units.values())))
-    for schedule in schedules:
-        require_idle([schedule.root], doing)
-        for unit in schedule.units:
+        steps.update(dict.fromkeys(map(step_of, units.values())))
+    for step in steps:
+        require_idle([step.root], doing)
+        for unit in step.units:
             if unit.plug_ins.takes:
                 raise RuntimeError(
                     f"{unit.name} is reproducible, and {doing} lets ranks have different numbers of "
@@ -174,4 +174,4 @@ def schedules_of(models: Sequence[nn.Module], doing: str) -> list[Step]:
                     f"gradients of {unit.name} that no_sync left on rank {dist.get_rank()} wait for a "
                     f"backward: run it before {doing}, or accumulate inside"
                 )
-    return [*schedules]
+    return [*steps]

@@ -20,7 +20,7 @@ from fsdp_wrap._by_hand import follow, joins
 from fsdp_wrap._core import Computing, everywhere
 from fsdp_wrap._params import held_params
 from fsdp_wrap._runtime import Step, step_of, units_in
-from fsdp_wrap._uneven.context import schedules_of
+from fsdp_wrap._uneven.context import steps_of
 from fsdp_wrap._uneven.fates import GradientFates, follow_fates
 from fsdp_wrap._uneven.members import peers_of
 from fsdp_wrap._uneven.options import RoundOptions
@@ -108,16 +108,16 @@ class _JoinRounds(Rounds):
     make_leader = _JoinLeader
     leader: _JoinLeader
 
-    def __init__(self, model: Any, schedule: Step, options: RoundOptions, known: Sequence[Optimizer]) -> None:
-        self.peers = peers_of([schedule])
-        super().__init__([schedule], self.peers, options)
+    def __init__(self, model: Any, step: Step, options: RoundOptions, known: Sequence[Optimizer]) -> None:
+        self.peers = peers_of([step])
+        super().__init__([step], self.peers, options)
         self._model = weakref.ref(model)
-        self._schedule = schedule
-        params = sharded_params(schedule.units)
+        self._step = step
+        params = sharded_params(step.units)
         self._gradients = GradientFates(params)
         self.steps = _Steps({*params}, known)
         self._watching = register_optimizer_step_pre_hook(self._before_step)
-        schedule.plug_ins.attach(self)
+        step.plug_ins.attach(self)
         everywhere.attach(self.leader)
 
     @property
@@ -153,7 +153,7 @@ class _JoinRounds(Rounds):
     def _begin_round(self, rows: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
         active = super()._begin_round(rows)
         if self.shadowed:
-            self.steps.follow(self.peers, self._schedule.iteration)
+            self.steps.follow(self.peers, self._step.iteration)
         return active
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -161,7 +161,7 @@ class _JoinRounds(Rounds):
         if not self.shadowed or self._rank not in self._active:
             return
         held = held_params(optimizer)
-        for unit in self._schedule.units:
+        for unit in self._step.units:
             params = held.intersection(sharded_params([unit]))
             if any(map(self._gradients.was_written, params)):
                 raise RuntimeError(
@@ -172,27 +172,27 @@ class _JoinRounds(Rounds):
 
     @property
     def _attached(self) -> bool:
-        return self in self._schedule.plug_ins.attached
+        return self in self._step.plug_ins.attached
 
     def _follow_last_fates(self) -> None:
         """Does with this rank's parts of gradients as the ranks have done that had the last batch."""
-        rows = self.peers.agree(AGREES, self._gradients.fates(), self._schedule.iteration)
+        rows = self.peers.agree(AGREES, self._gradients.fates(), self._step.iteration)
         if self._rank not in self._active:
             fates = [min(map(int, fates)) for fates in zip(*(rows[rank] for rank in self._active))]
-            follow_fates(sharded_params(self._schedule.units), fates)
+            follow_fates(sharded_params(self._step.units), fates)
 
     def finish(self) -> None:
         """Ends the context on all ranks, which have joined."""
         if self.shadowed and self._attached:
-            self.steps.follow(self.peers, self._schedule.iteration)
+            self.steps.follow(self.peers, self._step.iteration)
             self._follow_last_fates()
-            follow(self._schedule, *self.orders)
+            follow(self._step, *self.orders)
         self.end()
 
     def end(self) -> None:
         """Ends the context on this rank."""
         if self._attached:
-            self._schedule.plug_ins.detach(self)
+            self._step.plug_ins.detach(self)
             everywhere.detach(self.leader)
             self.steps.watching.remove()
             self._watching.remove()
@@ -242,15 +242,15 @@ class Joins:
         Raises:
             ValueError: If the model has units that run with another model.
         """
-        schedule, *others = schedules_of([self._model], "Join")
+        step, *others = steps_of([self._model], "Join")
         for unit in units_in(self._model).values():
             if unit.step in others:
                 raise ValueError(
-                    f"{unit.name} is part of {schedule.root.name} and of another model on rank "
+                    f"{unit.name} is part of {step.root.name} and of another model on rank "
                     f"{dist.get_rank()}, so backwards of both end in it: Join takes models of their own, use "
                     "uneven() with both"
                 )
-        options = RoundOptions([schedule], () if divide_by_initial_world_size else schedule.units)
+        options = RoundOptions([step], () if divide_by_initial_world_size else step.units)
         options.gather_wholes()
         known = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        return _Hook(_JoinRounds(self._model, schedule, options, known))
+        return _Hook(_JoinRounds(self._model, step, options, known))

@@ -18,34 +18,32 @@ class Totals(NamedTuple):
 
 
 class Models:
-    """The models of some schedules. A unit that several models share runs in one of their schedules.
+    """The models of some trees. A unit that several models share runs in the step of one of them.
 
     Args:
-        schedules: The schedules, the same on all ranks.
+        steps: The steps, the same on all ranks.
     """
 
-    def __init__(self, schedules: Sequence[Step]) -> None:
-        self._schedules = schedules
-        self._units = [_units_of(schedule) for schedule in schedules]
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._units = [_units_of(step) for step in steps]
 
     def of_backward(self, ran: Collection[Step]) -> set[int]:
         """Returns the numbers of the models to which a backward belongs; of none if it is for inputs alone.
 
         Args:
-            ran: The schedules in which it ran; it has just ended in the last one.
+            ran: The steps in which it ran; it has just ended in the last one.
         """
-        reached = {unit for schedule in ran for unit in schedule.units if unit.arrivals.reached}
+        reached = {unit for step in ran for unit in step.units if unit.arrivals.reached}
         numbers = {
             model
             for model, units in enumerate(self._units)
             if any(unit.arrivals.some_came() for unit in reached & units)
             and any(self._is_own(unit) for unit in reached & units)
         }
-        for schedule in ran:  # of a shared unit that runs by itself
-            if schedule.gradients_came and not any(
-                self._units[model] & {*schedule.units} for model in numbers
-            ):
-                numbers.add(self._schedules.index(schedule))
+        for step in ran:  # of a shared unit that runs by itself
+            if step.gradients_came and not any(self._units[model] & {*step.units} for model in numbers):
+                numbers.add(self._steps.index(step))
         return numbers
 
     def _is_own(self, unit: Unit) -> bool:
@@ -57,8 +55,8 @@ class Models:
         Raises a ValueError if models that share the unit have others each: one sum has one divisor.
         """
         counted = [
-            (schedule.root.name, total.weights)
-            for schedule, units, total in zip(self._schedules, self._units, totals)
+            (step.root.name, total.weights)
+            for step, units, total in zip(self._steps, self._units, totals)
             if unit in units and total.backwards
         ]
         first, weights = next(iter(counted), ("", 0.0))
@@ -72,7 +70,7 @@ class Models:
         return weights
 
 
-def _units_of(schedule: Step) -> set[Unit]:
-    """Returns the units of a model, also those that run in the schedule of another one."""
-    units = {*schedule.units}
-    return units if schedule.root.gone else units.union(units_in(schedule.root.module).values())
+def _units_of(step: Step) -> set[Unit]:
+    """Returns the units of a model, also those that run in the step of another one."""
+    units = {*step.units}
+    return units if step.root.gone else units.union(units_in(step.root.module).values())

@@ -14,33 +14,33 @@ class RoundOptions:
     """Changes options of the units of some models, and changes them back; made where the context begins.
 
     Args:
-        schedules: The schedules of the models.
+        steps: The steps of the models.
         averaged: Units whose gradients each round averages over the ranks that have a batch.
     """
 
-    def __init__(self, schedules: Sequence[Step], averaged: Iterable[Unit]) -> None:
-        self._schedules = schedules
+    def __init__(self, steps: Sequence[Step], averaged: Iterable[Unit]) -> None:
+        self._steps = steps
         self._before: dict[Unit, dict[str, Any]] = {}
         self._divided = {unit: unit.buffers.gradients.contributors for unit in averaged if unit.params}
 
     def gather_wholes(self) -> None:
         """Lets units keep no part of their full parameters, which not all ranks would have."""
-        for schedule in self._schedules:
-            for unit in schedule.units:
+        for step in self._steps:
+            for unit in step.units:
                 if unit.options.reshards_within is not None:
                     reshard(unit)
                     self._change(unit, reshards_within=None)
 
     def share_nothing(self) -> None:
         """Gives each unit collectives of its own, from the next forward on."""
-        for schedule in self._schedules:
-            self._change(schedule.root, travel_together_bytes=0)
-            follow_setting(schedule)  # now: ranks without that forward forget plans as well
+        for step in self._steps:
+            self._change(step.root, travel_together_bytes=0)
+            follow_setting(step)  # now: ranks without that forward forget plans as well
 
     def follow_others(self) -> None:
         """Leaves it to other ranks whether gradients are reduced."""
-        for schedule in self._schedules:
-            for unit in schedule.units:
+        for step in self._steps:
+            for unit in step.units:
                 if not (unit.options.syncs and unit.options.sums_over_replicas):
                     self._change(unit, syncs=True, sums_over_replicas=True)
 
@@ -56,8 +56,8 @@ class RoundOptions:
         for unit, options in self._before.items():
             unit.set(**options)
         self._before.clear()
-        for schedule in self._schedules:  # now: only some ranks have begun a forward with other options
-            follow_setting(schedule)
+        for step in self._steps:  # now: only some ranks have begun a forward with other options
+            follow_setting(step)
 
     def _change(self, unit: Unit, **options: Any) -> None:
         before = self._before.setdefault(unit, {})

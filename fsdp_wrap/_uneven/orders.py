@@ -41,7 +41,7 @@ class Leader(PlugIn):
     """Tells joined ranks each collective that this rank issues.
 
     Args:
-        schedules: The schedules of the models, the same on all ranks.
+        steps: The steps of the models, the same on all ranks.
         peers: The ranks of the models.
 
     Attributes:
@@ -50,19 +50,17 @@ class Leader(PlugIn):
 
     order = Precedence.LEADER
 
-    def __init__(self, schedules: Sequence[Step], peers: Peers) -> None:
-        self._schedules, self._peers = schedules, peers
+    def __init__(self, steps: Sequence[Step], peers: Peers) -> None:
+        self._steps, self._peers = steps, peers
         self._places = {
-            unit: (model, index)
-            for model, schedule in enumerate(schedules)
-            for index, unit in enumerate(schedule.units)
+            unit: (model, index) for model, step in enumerate(steps) for index, unit in enumerate(step.units)
         }
         self.told: Sequence[int] = ()
 
     def tell(self, order: Instruction, model: int = 0, unit: int = 0, detail: int = 0) -> None:
         """Sends an order; `detail` is the index of a phase, or flags."""
         if self.told:
-            self._peers.send([order, model, unit, detail, self._schedules[model].iteration], self.told)
+            self._peers.send([order, model, unit, detail, self._steps[model].iteration], self.told)
 
     def tell_fates(self, model: int, fates: Sequence[int]) -> None:
         """Tells what this rank's program has done with the gradients of a model."""
@@ -99,17 +97,17 @@ class Follower:
     It holds the full parameters of two units at most.
     """
 
-    def __init__(self, schedules: Sequence[Step], peers: Peers) -> None:
-        self._schedules, self._peers = schedules, peers
-        self._units = [schedule.units for schedule in schedules]
+    def __init__(self, steps: Sequence[Step], peers: Peers) -> None:
+        self._steps, self._peers = steps, peers
+        self._units = [step.units for step in steps]
         self._gathered: tuple[Unit, Phase] | None = None
         self._leader, self._ended = 0, True
 
     @torch.no_grad()
     def follow(self, leader: int) -> None:
         """Follows a rank to the end of its round."""
-        for schedule in self._schedules:
-            follow(schedule)
+        for step in self._steps:
+            follow(step)
         self._leader, self._ended = leader, False
         while not self._ended:
             self._obey(*self._receive())
@@ -127,23 +125,23 @@ class Follower:
         return order
 
     def _obey(self, order: int, model: int, index: int, detail: int, iteration: int) -> None:
-        schedule, unit = self._schedules[model], self._units[model][index]
-        schedule.iteration = iteration
+        step, unit = self._steps[model], self._units[model][index]
+        step.iteration = iteration
         if order == Instruction.GATHER:
             self._gather(unit, _PHASES[detail])
             return
         self._drop_gathered()
         if order == Instruction.REDUCE:
-            schedule.queue.reduce_alone(unit, _PHASES[detail])
+            step.queue.reduce_alone(unit, _PHASES[detail])
         elif order == Instruction.FINISH_REDUCTION:
-            schedule.queue.finish_reduction_of(unit)
+            step.queue.finish_reduction_of(unit)
         elif order == Instruction.BEGIN_BACKWARD:
-            schedule.sum_in_backward(bool(detail & 2), bool(detail & 1))
-            schedule.begin_backward()
+            step.sum_in_backward(bool(detail & 2), bool(detail & 1))
+            step.begin_backward()
         elif order == Instruction.END_BACKWARD:
-            schedule.close_backward(bool(detail))
+            step.close_backward(bool(detail))
         elif order == Instruction.FOLLOW_FATES:
-            follow_fates(sharded_params(schedule.units), self._peers.receive(detail, self._leader))
+            follow_fates(sharded_params(step.units), self._peers.receive(detail, self._leader))
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
         if self._gathered is not None and self._gathered[0] is unit:

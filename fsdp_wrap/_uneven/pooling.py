@@ -20,13 +20,13 @@ class Pool:
     """The gradients of some models inside a context, apart from those from before.
 
     Args:
-        schedules: The schedules of the models.
+        steps: The steps of the models.
         averages: Whether gradients are divided by the sum of the weights of all backwards.
         ranks: Number of ranks that compute with the models.
     """
 
-    def __init__(self, schedules: Sequence[Step], averages: bool, ranks: int) -> None:
-        self._schedules, self._averages, self._ranks = schedules, averages, ranks
+    def __init__(self, steps: Sequence[Step], averages: bool, ranks: int) -> None:
+        self._steps, self._averages, self._ranks = steps, averages, ranks
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._noted: dict[Unit, list[tuple[nn.Parameter, torch.Tensor, int]]] = {}
 
@@ -36,16 +36,16 @@ class Pool:
             if param.grad is not None:
                 self._before[param], param.grad = param.grad, None
 
-    def note(self, schedule: Step) -> None:
+    def note(self, step: Step) -> None:
         """Notes the gradients at the end of a backward, which other ranks have added to."""
-        for unit in schedule.units:
-            params = [] if schedule.plug_ins.updates(unit) else sharded_params([unit])
+        for unit in step.units:
+            params = [] if step.plug_ins.updates(unit) else sharded_params([unit])
             grads = [(param, param.grad) for param in params if param.grad is not None]
             self._noted[unit] = [(param, grad, to_local(grad)._version) for param, grad in grads]
 
-    def forget(self, schedule: Step) -> None:
+    def forget(self, step: Step) -> None:
         """Forgets what was noted, where reductions are still in flight."""
-        for unit in schedule.units:
+        for unit in step.units:
             self._noted.pop(unit, None)
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class Pool:
     @property
     def params(self) -> set[nn.Parameter]:
         """All sharded parameters."""
-        return {param for schedule in self._schedules for param in sharded_params(schedule.units)}
+        return {param for step in self._steps for param in sharded_params(step.units)}
 
     def drop(self) -> None:
         """Restores the gradients from before."""
@@ -76,35 +76,35 @@ class Pool:
         Raises a ValueError if there were backwards, and all of them had no weight, or if models that share a
         unit have other weights each.
         """
-        for schedule, total in zip(self._schedules, totals):
+        for step, total in zip(self._steps, totals):
             if self._averages and total.backwards and not total.weights:
                 raise ValueError(
-                    f"the weights of all {int(total.backwards)} backwards of {schedule.root.name} inside "
+                    f"the weights of all {int(total.backwards)} backwards of {step.root.name} inside "
                     "uneven() are zero, so they have no mean: leave out such batches"
                 )
-        units = [unit for schedule in self._schedules for unit in schedule.units if self._averages]
+        units = [unit for step in self._steps for unit in step.units if self._averages]
         weights = {unit: models.weights_of(unit, totals) for unit in units}
-        for schedule, total in zip(self._schedules, totals):
+        for step, total in zip(self._steps, totals):
             if total.owing:
-                self._reduce(schedule)
+                self._reduce(step)
             if self._averages:
-                self._divide(schedule, weights)
+                self._divide(step, weights)
         for param, grad in self._before.items():
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
-    def _reduce(self, schedule: Step) -> None:
-        with summing(schedule, True, True):
-            for unit in schedule.units:
+    def _reduce(self, step: Step) -> None:
+        with summing(step, True, True):
+            for unit in step.units:
                 buffers = unit.buffers
                 if buffers.gradients.reduced_segments():
                     buffers.gradients.forget_zeroed()
-                    schedule.queue.reduce_alone(unit, Phase.IDLE)
-                    schedule.queue.finish_reduction_of(unit)
-            await_reduction(schedule)
+                    step.queue.reduce_alone(unit, Phase.IDLE)
+                    step.queue.finish_reduction_of(unit)
+            await_reduction(step)
 
-    def _divide(self, schedule: Step, weights: Mapping[Unit, float]) -> None:
+    def _divide(self, step: Step, weights: Mapping[Unit, float]) -> None:
         """Divides sums of gradients by the weights of all backwards, in place of the number of ranks."""
-        units = [unit for unit in schedule.units if unit.params and not schedule.plug_ins.updates(unit)]
+        units = [unit for unit in step.units if unit.params and not step.plug_ins.updates(unit)]
         data_ranks = max((_data_ranks(unit) for unit in units), default=1)
         part = data_ranks / self._ranks  # the ranks of a tensor-parallel group share their batches
         for unit in units:

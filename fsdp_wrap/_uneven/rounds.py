@@ -47,7 +47,7 @@ class Rounds(PlugIn):
     """The rounds of some models.
 
     Args:
-        schedules: The schedules of the models, the same on all ranks.
+        steps: The steps of the models, the same on all ranks.
         peers: All ranks that compute with them.
         options: Options of the units that change while ranks have joined.
         pool: Their gradients, where nothing but backwards may change them before all ranks have joined.
@@ -65,21 +65,21 @@ class Rounds(PlugIn):
     make_leader = Leader
 
     def __init__(
-        self, schedules: Sequence[Step], peers: Peers, options: RoundOptions, pool: Pool | None = None
+        self, steps: Sequence[Step], peers: Peers, options: RoundOptions, pool: Pool | None = None
     ) -> None:
-        self._schedules, self._peers, self._options, self._pool = schedules, peers, options, pool
-        self.leader, self._follower = self.make_leader(schedules, peers), Follower(schedules, peers)
+        self._steps, self._peers, self._options, self._pool = steps, peers, options, pool
+        self.leader, self._follower = self.make_leader(steps, peers), Follower(steps, peers)
         self._rank = dist.get_rank()
         self._active = peers.members
         self._shadowed = self._failed = False
         self.shadows = 0
         self.weight = 1.0
-        self.models = Models(schedules)
+        self.models = Models(steps)
         self._running, self._ran = set[Step](), set[Step]()
-        self._backwards = [(0.0, 0)] * len(schedules)
-        self._owing = [False] * len(schedules)
+        self._backwards = [(0.0, 0)] * len(steps)
+        self._owing = [False] * len(steps)
         self.totals: list[Totals] = []
-        self._wanted, self._agreed = [(True, True)] * len(schedules), [(True, True)] * len(schedules)
+        self._wanted, self._agreed = [(True, True)] * len(steps), [(True, True)] * len(steps)
         self.orders: list[ExecOrder] = []
 
     @property
@@ -99,7 +99,7 @@ class Rounds(PlugIn):
 
     def enter(self) -> None:
         """Agrees with all ranks that the context begins; collective."""
-        units = (unit for schedule in self._schedules for unit in schedule.units)
+        units = (unit for step in self._steps for unit in step.units)
         every = [communicator.positions for communicator in communicators_of(units)]
         self._agree(Turn.FORWARD, beside=[positions for positions in every if positions is not None])
 
@@ -123,10 +123,10 @@ class Rounds(PlugIn):
         self._begin_round(rows)
         self.shadows += 1
         leader = self._active[0]
-        schedule = self._schedules[int(rows[leader][1])]
-        for act in schedule.plug_ins.forward_opens:  # steps have the same numbers on all ranks
-            act(schedule)
-        with schedule.plug_ins.span(SpanKind.HELP, None, (schedule.root,)):
+        step = self._steps[int(rows[leader][1])]
+        for act in step.plug_ins.forward_opens:  # steps have the same numbers on all ranks
+            act(step)
+        with step.plug_ins.span(SpanKind.HELP, None, (step.root,)):
             try:
                 self._follower.follow(leader)
             except BaseException as error:
@@ -165,7 +165,7 @@ class Rounds(PlugIn):
         own: list[float] = [turn, model, *self._wanted[model]]
         for totals, owes in zip(self._backwards, self._owing):
             own += [*totals, owes]
-        rows = self._peers.agree(AGREES, own, self._schedules[model].iteration, beside)
+        rows = self._peers.agree(AGREES, own, self._steps[model].iteration, beside)
         failed = [rank for rank, row in rows.items() if row[0] == Turn.FAILED]
         if failed:
             self._share_failure(failed[0])
@@ -187,9 +187,9 @@ class Rounds(PlugIn):
 
     def _reset(self) -> None:
         """Drops what the models' forwards and backwards have left, while the error ends all waiting."""
-        for schedule in self._schedules:
+        for step in self._steps:
             with contextlib.suppress(RuntimeError):  # what is in flight may never end
-                reset(schedule)
+                reset(step)
 
     # rounds
 
@@ -199,7 +199,7 @@ class Rounds(PlugIn):
             raise LeftByError("a rank has left uneven() by an error: leave it on all ranks")
         self.leader.end_round()
         self._running.clear()  # of a backward that has failed
-        model = self._schedules.index(step)
+        model = self._steps.index(step)
         self._wanted[model] = _wanted_by(step)
         active = self._begin_round(self._agree(Turn.FORWARD, model))
         self._agreed[model] = all(row[2] for row in active), all(row[3] for row in active)
@@ -210,7 +210,7 @@ class Rounds(PlugIn):
         other = next((rank for rank in others if rows[rank][1] != rows[leader][1]), None)
         if other is not None:
             models = [int(rows[rank][1]) for rank in (leader, other)]
-            names = [f"{self._schedules[model].root.name}, model {model + 1}," for model in models]
+            names = [f"{self._steps[model].root.name}, model {model + 1}," for model in models]
             raise ValueError(
                 f"rank {leader} begins a forward of {names[0]} inside uneven() while rank {other} begins one "
                 f"of {names[1]} another model: ranks that have a batch must run the same models in one order"
@@ -225,7 +225,7 @@ class Rounds(PlugIn):
         joined = [rank for rank in self._peers.members if rank not in self._active]
         if joined and not self._shadowed:
             self._shadowed = True
-            self.orders = [schedule.queue.order.copy() for schedule in self._schedules]
+            self.orders = [step.queue.order.copy() for step in self._steps]
             self._options.share_nothing()
         self._options.average_over(len(self._active) / self._peers.size)
         self.leader.begin_round(joined if self._rank == leader else ())
@@ -241,7 +241,7 @@ class Rounds(PlugIn):
                 self._pool.check()
         self._running.add(step)
         self._ran.add(step)
-        model = self._schedules.index(step)
+        model = self._steps.index(step)
         if _wanted_by(step) != self._wanted[model]:
             raise ValueError(
                 f"no_sync was entered or left between a forward and a backward of {step.root.name} on "
@@ -253,11 +253,11 @@ class Rounds(PlugIn):
 
     def backward_ends(self, step: Step) -> None:
         """Tells joined ranks to end their part of the backward."""
-        self.leader.tell(Instruction.END_BACKWARD, self._schedules.index(step), detail=step.ending.waits)
+        self.leader.tell(Instruction.END_BACKWARD, self._steps.index(step), detail=step.ending.waits)
 
     def backward_ended(self, step: Step) -> None:
         """Counts the backward."""
-        model = self._schedules.index(step)
+        model = self._steps.index(step)
         if step.gradients_came:
             self._owing[model] = self._agreed[model] != (True, True)
         if self._pool is not None:
@@ -268,8 +268,8 @@ class Rounds(PlugIn):
             self._backwards[counting] = weights + self.weight, number + 1
 
 
-def _wanted_by(schedule: Step) -> tuple[bool, bool]:
+def _wanted_by(step: Step) -> tuple[bool, bool]:
     """Returns whether a backward that begins now would reduce gradients, and sum them over replicas."""
-    options = [unit.options for unit in schedule.units]
-    syncs = schedule.syncs and all([own.syncs for own in options])
-    return syncs, schedule.sums_over_replicas and all([own.sums_over_replicas for own in options])
+    options = [unit.options for unit in step.units]
+    syncs = step.syncs and all([own.syncs for own in options])
+    return syncs, step.sums_over_replicas and all([own.sums_over_replicas for own in options])

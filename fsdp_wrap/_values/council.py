@@ -24,16 +24,16 @@ T = TypeVar("T")
 _MEMBERS, _FLAGS = Note("agrees on the ranks of a model"), Note("agrees on values")
 
 
-def all_here(schedule: Step) -> bool:
+def all_here(step: Step) -> bool:
     """Whether all ranks come to this place: not where some have run out of batches (`uneven`, `Join`)."""
-    return not schedule.plug_ins.separate
+    return not step.plug_ins.separate
 
 
-def all_begin(schedule: Step) -> bool:
+def all_begin(step: Step) -> bool:
     """Whether all ranks run the outermost forward that begins: one may evaluate what it holds as a whole."""
-    gathers = any(unit.buffers.communicator.size > 1 for unit in schedule.units)
+    gathers = any(unit.buffers.communicator.size > 1 for unit in step.units)
     needs_all = torch.is_grad_enabled() or gathers
-    return needs_all and all_here(schedule)
+    return needs_all and all_here(step)
 
 
 class Council:
@@ -43,9 +43,9 @@ class Council:
         members: Their global ranks.
     """
 
-    def __init__(self, schedule: Step) -> None:
-        self._schedule = schedule
-        self.members = sorted(ranks_of(schedule.units, _MEMBERS, schedule.iteration))
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.members = sorted(ranks_of(step.units, _MEMBERS, step.iteration))
         self._communicator: Communicator | None = None
         if len(self.members) > 1:
             group = host_group_over(self.members)
@@ -75,4 +75,4 @@ class Council:
 
     def _note(self, ranks: Communicator) -> None:
         if ranks.positions is not None:
-            ranks.positions.issue(_FLAGS, Phase.IDLE, self._schedule.iteration)
+            ranks.positions.issue(_FLAGS, Phase.IDLE, self._step.iteration)

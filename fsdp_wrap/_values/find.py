@@ -68,10 +68,10 @@ class Finder(Reader):
     def __init__(self, model: nn.Module, modules: bool, gradients: bool) -> None:
         units = idle_units(model, "find_nonfinite()")
         self._recorder, self._gradients = UnitRecorder(units, self), gradients
-        schedules = self._recorder.schedules
-        self._councils = {schedule: Council(schedule) for schedule in schedules}
-        self._met = {schedule: schedule.iteration for schedule in schedules}
-        on_device = any(schedule.device.type != "cpu" for schedule in schedules)
+        steps = self._recorder.steps
+        self._councils = {step: Council(step) for step in steps}
+        self._met = {step: step.iteration for step in steps}
+        on_device = any(step.device.type != "cpu" for step in steps)
         self._looks = Looks(dist.get_rank(), deferred=on_device and not modules)
         names = {module: clean_fqn(name) for name, module in walk(model)}
         owned = {
@@ -100,28 +100,28 @@ class Finder(Reader):
 
     # meetings
 
-    def begin(self, schedule: Step | None) -> None:
-        assert schedule is not None
-        if all_begin(schedule):
-            self.end(schedule)
-        self._looks.restart(schedule.iteration)
+    def begin(self, step: Step | None) -> None:
+        assert step is not None
+        if all_begin(step):
+            self.end(step)
+        self._looks.restart(step.iteration)
         if self._modules is not None:
             self._modules.restart()
 
     def meet_all(self) -> None:
         """Meets the other ranks at the end; collective."""
-        for schedule in self._councils:
-            self.end(schedule)
+        for step in self._councils:
+            self.end(step)
 
-    def end(self, schedule: Step) -> None:
+    def end(self, step: Step) -> None:
         """Raises the ranks' first finding on all of them, unless some ranks have no batch."""
-        if not all_here(schedule):
+        if not all_here(step):
             return
         self._looks.settle()
-        own, met = self._looks.found, self._met[schedule]
-        self._met[schedule] = schedule.iteration
+        own, met = self._looks.found, self._met[step]
+        self._met[step] = step.iteration
         # Counted from the last meeting: a rank that has evaluated alone is further.
-        findings = self._councils[schedule].share(None if own is None else (own.iteration - met, own))
+        findings = self._councils[step].share(None if own is None else (own.iteration - met, own))
         if findings:
             self._looks.take()
             findings.sort(key=lambda told: (told[0], told[1].order))

@@ -59,7 +59,7 @@ class Rows(Reader):
         """Whether a seam of a unit has statistics."""
         return (seam, unit) in self._rows
 
-    def begin(self, schedule: Step | None) -> None:
+    def begin(self, step: Step | None) -> None:
         if self.stepped_since:
             self.end_step()
         self.reads = torch.is_grad_enabled() and self._number % self._every == 0

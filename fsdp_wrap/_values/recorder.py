@@ -42,8 +42,8 @@ class Reader:
 
     reads = True
 
-    def begin(self, schedule: Step | None) -> None:
-        """Notes that an outermost forward begins; `schedule` is that of the units, None in a plain model.
+    def begin(self, step: Step | None) -> None:
+        """Notes that an outermost forward begins; `step` is that of the units, None in a plain model.
 
         May communicate where all ranks run the forward, and may raise.
         """
@@ -66,7 +66,7 @@ class Reader:
     def dropped(self) -> None:
         """Notes that a backward has raised, or the user has dropped what it left."""
 
-    def end(self, schedule: Step) -> None:
+    def end(self, step: Step) -> None:
         """Notes that a backward has ended; may communicate where all ranks run it, and may raise."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
@@ -152,7 +152,7 @@ class UnitRecorder(Recorder, PlugIn):
         super().__init__(reader)
         self.units = [*units.values()]
         self.by_name = {name: unit for unit, name in units.items()}
-        self.schedules = [*dict.fromkeys(map(step_of, units))]
+        self.steps = [*dict.fromkeys(map(step_of, units))]
         self._names = units
         self._unit_of: dict[ShardedParams, str] = {}
 
@@ -163,7 +163,7 @@ class UnitRecorder(Recorder, PlugIn):
     # moments
 
     def forward_opens(self, step: Step) -> None:
-        if step in self.schedules:
+        if step in self.steps:
             self._unit_of = {sharded: name for unit, name in self._names.items() for sharded in unit.params}
             self.reader.begin(step)
 
@@ -192,11 +192,11 @@ class UnitRecorder(Recorder, PlugIn):
             self.reader.sends(sharded, full)
 
     def dropped(self, step: Step) -> None:
-        if step in self.schedules:
+        if step in self.steps:
             self.reader.dropped()
 
     def backward_ended(self, step: Step) -> None:
-        if step in self.schedules:
+        if step in self.steps:
             self.reader.end(step)
 
     # what a reader asks

@@ -263,10 +263,10 @@ def _computes(unit: Unit) -> bool:
 # wrappers
 
 
-def _dissolve(schedule: Step) -> None:
-    """Detaches the units of an idle schedule, which join another or a new one at their next use."""
-    require_idle([schedule.root], "a change of _is_root")
-    for unit in schedule.units:
+def _dissolve(step: Step) -> None:
+    """Detaches the units of an idle step, which join another or a new one at their next use."""
+    require_idle([step.root], "a change of _is_root")
+    for unit in step.units:
         reshard(unit)
         unit.leave()
 
@@ -342,8 +342,8 @@ class _Wrapper(FullyShardedDataParallel):
     @property
     def _is_root(self) -> bool | None:
         """Whether this is the outermost instance; None before its first use."""
-        schedule = self._unit.step
-        return None if schedule is None else schedule.root is self._unit
+        step = self._unit.step
+        return None if step is None else step.root is self._unit
 
     @_is_root.setter
     def _is_root(self, is_root: bool | None) -> None:

@@ -114,8 +114,8 @@ def _where(units: Sequence[Unit]) -> str:
     running = [unit for unit in units if unit.doing is Doing.FORWARD]
     if running:  # the innermost has the longest name
         return f"in the forward of {max(running, key=lambda unit: len(unit.fqn)).name}"
-    schedules = {step_of(unit) for unit in units if unit.step is not None}
-    if not any(schedule.backward_open and not schedule.depth for schedule in schedules):
+    steps = {step_of(unit) for unit in units if unit.step is not None}
+    if not any(step.backward_open and not step.depth for step in steps):
         return "between forward and backward"
     reached = [unit for unit in units if unit.doing is Doing.BACKWARD]
     return f"in the backward of {reached[-1].name}" if reached else "in a backward"

@@ -109,24 +109,24 @@ def test_a_mistake_of_all_ranks(rank, world_size, name):
 def test_what_users_have_set_is_theirs_again(rank, world_size, front):
     """Rank 0 has no batch, and follows one whose backwards are under `no_sync` or not the last."""
     model = model_of(front)
-    schedule = step_of(units_in(model)[""])
+    step = step_of(units_in(model)[""])
     with uneven(model):
         for _ in range(2 * rank):
             with no_sync(model):
                 loss_of(model, tokens(rank, 0)).backward()
-    assert (schedule.syncs, schedule.sums_over_replicas, schedule.ending.waits) == (True, True, True)
+    assert (step.syncs, step.sums_over_replicas, step.ending.waits) == (True, True, True)
     with uneven(model):
         for _ in range(rank):
-            schedule.ending.set_last(False)
+            step.ending.set_last(False)
             loss_of(model, tokens(rank, 0)).backward()
-            schedule.ending.set_last(True)
-    assert schedule.ending.waits
+            step.ending.set_last(True)
+    assert step.ending.waits
     with pytest.raises(RuntimeError, match="a document is broken"), uneven(model):
         for _ in range(rank):
             with no_sync(model):
                 loss_of(model, tokens(rank, 0)).backward()
             raise RuntimeError("a document is broken")
-    assert (schedule.syncs, schedule.sums_over_replicas, schedule.plug_ins.align) == (True, True, False)
+    assert (step.syncs, step.sums_over_replicas, step.plug_ins.align) == (True, True, False)
 
 
 @ranks(2)

@@ -33,11 +33,11 @@ class Audit:
         names = idle_units(model, "audit()")
         self._trees = [
             TreeAudit(
-                schedule,
-                {unit: name for unit, name in names.items() if step_of(unit) is schedule},
+                step,
+                {unit: name for unit, name in names.items() if step_of(unit) is step},
                 *(every, seed, self._report, self._skip),
             )
-            for schedule in dict.fromkeys(map(step_of, names))
+            for step in dict.fromkeys(map(step_of, names))
         ]
 
     @property

@@ -39,7 +39,7 @@ class TreeAudit(Reader):
     """Audits drawn steps of one tree.
 
     Args:
-        schedule: The tree's.
+        step: The tree's.
         units: Its units by name.
         every: Number of steps of which one is drawn.
         seed: The same on all ranks.
@@ -52,24 +52,24 @@ class TreeAudit(Reader):
 
     def __init__(
         self,
-        schedule: Step,
+        step: Step,
         units: Mapping[Unit, str],
         every: int,
         seed: int,
         report: Callable[[Sequence[Corruption]], None],
         skip: Callable[[str, str], None],
     ) -> None:
-        self._schedule, self._every, self._seed = schedule, every, seed
+        self._step, self._every, self._seed = step, every, seed
         self._report, self._skip = report, skip
         self._rank = dist.get_rank()
-        self._council = Council(schedule)
+        self._council = Council(step)
         self._number = self.audited = 0
         self._stepped = self._trains = self._begun = False
         self._leader: ref[torch.optim.Optimizer] | None = None
         self._others = WeakSet[torch.optim.Optimizer]()  # that have stepped since the leader has
         self._parts: dict[ShardedParams, AuditedSegment] = {}
         self._owners: dict[int, AuditedSegment] = {}
-        self._twice, self._drawn = Twice(schedule.device), ""
+        self._twice, self._drawn = Twice(step.device), ""
         self._cannot: set[str] = set()
         self._recorder = UnitRecorder(units, self)
         self._units = self._recorder.by_name
@@ -148,7 +148,7 @@ class TreeAudit(Reader):
     def close(self, meets: bool) -> None:
         """Ends the audit; `meets` tells to end a step that is open with all other ranks."""
         try:
-            if meets and self._stepped and all_here(self._schedule):
+            if meets and self._stepped and all_here(self._step):
                 self._end_step()
         finally:
             self._recorder.leave()
@@ -158,8 +158,8 @@ class TreeAudit(Reader):
     # Whether ranks meet follows from steps of optimizers and from forwards that all ranks run, and from
     # nothing that one rank alone knows: inside `uneven` a rank may run no forward, or other backwards.
 
-    def begin(self, schedule: Step | None) -> None:
-        all_run = all_begin(self._schedule)
+    def begin(self, step: Step | None) -> None:
+        all_run = all_begin(self._step)
         if all_run and self._stepped:
             self._end_step()
             if not self._recorder.is_open:
@@ -173,7 +173,7 @@ class TreeAudit(Reader):
     @property
     def _looks_on(self) -> bool:
         """Whether a value belongs to a forward that trains, of all ranks, or to a backward."""
-        return self._begun and (self._trains or not self._schedule.depth) and all_here(self._schedule)
+        return self._begun and (self._trains or not self._step.depth) and all_here(self._step)
 
     def _begin_step(self) -> None:
         self._begun = True
@@ -214,8 +214,8 @@ class TreeAudit(Reader):
     def dropped(self) -> None:
         self._reductions.drop()
 
-    def end(self, schedule: Step) -> None:
-        if self._begun and all_here(schedule):
+    def end(self, step: Step) -> None:
+        if self._begun and all_here(step):
             self._meet()
 
     # meetings

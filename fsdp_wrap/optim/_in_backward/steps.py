@@ -78,9 +78,9 @@ class BackwardSteps:
                 unit.plug_ins.attach(self._joins)
         all_buffers = buffers_of(self._parts)
         self._norm = NormInParts(all_buffers) if max_norm is not None and all_buffers else None
-        for schedule in dict.fromkeys(map(step_of, self._parts)):
-            if schedule not in self._trees:
-                self._update_in(schedule)
+        for step in dict.fromkeys(map(step_of, self._parts)):
+            if step not in self._trees:
+                self._update_in(step)
 
     def _update_in(self, tree: Step) -> None:
         """Updates the model's units in the backwards of a tree."""
@@ -112,8 +112,8 @@ class BackwardSteps:
         for unit in [*self._parts]:
             unit.plug_ins.detach(self._joins)
             del self._parts[unit]
-        for schedule, updates in self._trees.items():
-            schedule.plug_ins.detach(updates)
+        for step, updates in self._trees.items():
+            step.plug_ins.detach(updates)
         self._trees.clear()
         steps_of.pop(self._optimizer, None)
 
