@@ -31,6 +31,8 @@ class OwnGradients(PlugIn):
     @torch.inference_mode(False)
     def trains(self, unit: Unit) -> None:
         """Hooks the sharded parameters of a unit that train now; their nodes must be kept alive."""
+        if unit.gone:  # its tree still asks
+            return
         of_module = self._watched.setdefault(unit.module, {})
         for _, hook in of_module.pop(unit.mesh_label, []):
             hook.remove()

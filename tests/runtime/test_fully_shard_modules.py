@@ -308,3 +308,15 @@ def test_private_attributes_of_a_users_module_stay_its_own(rank, world_size):
     plain(x).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), plain.weight.grad)
     assert (model._schedule, model._units, model._handles, model._set) == ("cosine", 2, [], set())
+
+
+@ranks(2)
+def test_a_model_runs_without_a_part_that_was_converted_and_dropped(rank, world_size):
+    model = nn.Sequential(*[fully_shard(nn.Linear(4, 4)) for _ in range(3)])
+    fully_shard(model)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    del model[0]
+    model.zero_grad()
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
