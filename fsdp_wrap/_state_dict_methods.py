@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -80,13 +79,9 @@ class StateDictMethods(nn.Module):
     """The state dict methods of a wrapped module."""
 
     _unit: Unit
+    _state_dict_settings: StateDictSettings
     _load: _OpenLoad | None  # that has begun here and not ended
     _load_errors: list[str] | None  # of the load that has come here last
-
-    @functools.cached_property
-    def _state_dict_settings(self) -> StateDictSettings:
-        """As the user has set them, else the defaults."""
-        return resolve_settings()
 
     @staticmethod
     def set_state_dict_type(

@@ -58,7 +58,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._params import Where
 from fsdp_wrap._runtime import Unit, run_forward, step_of, units_in
-from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored
+from fsdp_wrap._settings import Settings, ShowsSettings, resolve_ignored, resolve_settings
 from fsdp_wrap._state import (
     deepcopy_wrapper,
     full_units,
@@ -253,6 +253,7 @@ class FullyShardedDataParallel(Joinable, ShowsSettings, StateDictMethods, OptimS
     def _adopt(self, module: nn.Module, unit: Unit) -> None:
         self._fsdp_wrapped_module = module
         self.__dict__.update({UNIT_ATTR: unit, "_unit": unit, "_load": None, "_load_errors": None})
+        self.__dict__["_state_dict_settings"] = resolve_settings()
         unit.moves_to(self)
         for sharded in unit.params if self.cpu_offload.only_state else ():
             offload_optimizer_state(sharded.sharded_params)

@@ -113,14 +113,7 @@ class Cut(Extent):
 
 def _rows(like: torch.Tensor, value: int) -> torch.Tensor:
     """Returns rows of one value, which take memory only where the kernel that packs them knows no strides."""
-    return _one(value, like.dtype).expand_as(like) if like.is_cpu else torch.full_like(like, value)
-
-
-@functools.cache
-@torch.inference_mode(False)
-def _one(value: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of one number, in host memory."""
-    return torch.full((1,), value, dtype=dtype, device="cpu")
+    return like.new_full((1,), value).expand_as(like) if like.is_cpu else torch.full_like(like, value)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from operator import attrgetter
 
 import torch
@@ -118,7 +118,7 @@ class Gradients:
         before = _divisor_before(contributors) if self._dtypes.reduce == torch.float16 else 1.0
         self._scale, after = 1.0 / before, before / contributors
         # To multiply by a number would make such a tensor each time.
-        self.factor = None if after == 1.0 else _factor(after)
+        self.factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
 
     # from the leaves into the reduce buffer
 
@@ -374,12 +374,6 @@ def _copy_scaled(targets: list[torch.Tensor], grads: list[torch.Tensor], scale: 
             torch.mul(grad, scale, out=target)  # copied, divided and cast in one pass: rounded once
         else:
             target.copy_(grad).mul_(scale)  # divided in the wider dtype
-
-
-@cache  # one tensor for all units
-def _factor(value: float) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _divisor_before(contributors: float) -> float:

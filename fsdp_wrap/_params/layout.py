@@ -34,7 +34,8 @@ _Kind = TypeVar("_Kind")
 def shared(kind: Callable[..., _Kind], *arguments: Any) -> _Kind:
     """Returns an object without values that is made of these arguments: one for all who hold it.
 
-    Units of the same shapes, as a model's blocks are, have their geometry once.
+    Units of the same shapes, as a model's blocks are, have their geometry once. What is made must hold no
+    tensors: those of a plan are fake.
     """
     key = (kind, *arguments)
     made: _Kind | None = _SHARED.get(key)
