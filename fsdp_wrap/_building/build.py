@@ -168,9 +168,7 @@ class UnitSpec:
     make_params: ParamsMaker
     policy_of: Callable[[nn.Parameter], SegmentPolicy]
     options: UnitOptions
-    parts: Collection[nn.Module] = (
-        NO_PARTS  # the modules with a forward, if the unit's module only groups them
-    )
+    parts: Collection[nn.Module] = NO_PARTS  # those with a forward, if the unit's module only groups them
     shared_memory: bool = True
     buffer_dtype: torch.dtype | None = None  # of module buffers, from the first forward on; None keeps theirs
     only: frozenset[nn.Parameter] | None = None  # the parameters to take; None for all of the module
