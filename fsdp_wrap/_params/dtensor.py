@@ -6,7 +6,6 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -150,11 +149,10 @@ class DTensorParams(ShardedParams):
         self._specs = self._all_specs.in_dtype(self.dtype)
 
     def _stand_for(self, originals: Sequence[nn.Parameter]) -> None:
-        params: list[Any] = [*map(dtensor_of, self._pieces, self._specs)]
-        for param, original in zip(params, originals):
-            param._is_param = True  # as `nn.Parameter` marks it, which would make a second `DTensor`
-            param.requires_grad_(original.requires_grad)
-        self.sources = self.sharded_params = params
+        shards = map(dtensor_of, self._pieces, self._specs)
+        self.sources = self.sharded_params = [
+            nn.Parameter(shard, requires_grad=param.requires_grad) for shard, param in zip(shards, originals)
+        ]
         self._show_pieces()
 
     def _show_pieces(self) -> None:

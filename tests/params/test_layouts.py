@@ -34,6 +34,7 @@ from fsdp_wrap._params import (
     to_local,
 )
 from fsdp_wrap._params.shard_gradients import GradientMarks
+from fsdp_wrap._runtime import units_in
 from params.fake_ranks import fake_ranks
 
 SHAPES = {
@@ -513,13 +514,13 @@ def test_a_dtensor_that_is_put_in_the_place_of_another_is_followed():
 def test_units_of_the_same_shapes_share_what_has_no_values():
     with fake_ranks(0, 2):
         mesh, equal = (init_device_mesh("cpu", (2,)) for _ in range(2))
-        first, second, apart = (fully_shard(nn.Linear(3, 4), mesh=one) for one in (mesh, mesh, equal))
-        assert first.weight._spec is second.weight._spec and first.bias._spec is second.bias._spec
-        assert first.weight._spec is not first.bias._spec
-        assert mesh == equal and apart.weight._spec is not first.weight._spec
-        assert apart.weight.device_mesh is equal, "its process groups are others"
-        low = fully_shard(nn.Linear(3, 4).bfloat16(), mesh=mesh)
-        assert low.weight._spec.tensor_meta.dtype is torch.bfloat16
+        models = [fully_shard(nn.Linear(3, 4), mesh=one) for one in (mesh, mesh, equal)]
+        models.append(fully_shard(nn.Linear(3, 4).bfloat16(), mesh=mesh))
+        first, second, apart, low = (units_in(model)[""].params[0]._specs for model in models)
+        assert first is second and first[0] is not first[1]
+        assert mesh == equal and apart is not first
+        assert apart[0].mesh is equal, "its process groups are others"
+        assert low[0].tensor_meta.dtype is torch.bfloat16
         for use_orig_params in (False, True):
             units = [
                 FullyShardedDataParallel(nn.Linear(3, size), use_orig_params=use_orig_params)
