@@ -568,7 +568,7 @@ def _optimizer(side: Side) -> torch.optim.Optimizer:
     kind = side.program.optimizer
     numbers: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
     if kind in ("sgd", "momentum"):
-        return torch.optim.SGD(side.params(), lr=0.05, momentum=0.9 * (kind == "momentum"))
+        return torch.optim.SGD(side.params(), lr=0.005, momentum=0.9 * (kind == "momentum"))
     if side.is_plain or kind == "adamw":
         return torch.optim.AdamW(side.params(), **numbers)
     if kind == "host":
