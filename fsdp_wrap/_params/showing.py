@@ -207,14 +207,8 @@ class UnitDisplay:
     def show_sharded(self) -> None:
         """Lets the modules show the sharded parameters."""
         if self.state is Showing.LEAVES:
-            for segment in self._segments:  # as `SegmentDisplay.show_sharded`, without a call for each
-                display = segment.params.display
-                for number, set_there in display.setters:
-                    set_there(display.expected[number])
-                for registry, name, param in zip(display.registries, display.names, display.expected):
-                    registry[name] = param
-                for attributes, name, tensor in zip(display.covered, display.names, display.plain):
-                    attributes[name] = tensor
+            for segment in self._segments:
+                segment.params.display.show_sharded()
         elif self.state is Showing.KEPT:
             self._uncover()
         self.state = Showing.SHARDED
