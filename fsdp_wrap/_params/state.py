@@ -21,13 +21,13 @@ class Where(Enum):
     LENT = "in the hands of the user"
 
 
-MOVES = {
+MOVES = (  # a tuple: a set would call the Python function that hashes an `Enum`
     (Where.SHARDED, Where.GATHERING),
     (Where.GATHERING, Where.FULL),
     (Where.FULL, Where.SHARDED),
     (Where.SHARDED, Where.LENT),
     (Where.LENT, Where.SHARDED),
-}
+)
 """The moves that are allowed."""
 
 
