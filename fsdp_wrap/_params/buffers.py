@@ -175,7 +175,7 @@ class Buffers:
         """
         if self.where is Where.GATHERING:
             self.wait()  # a gather in flight still writes
-        self.post_forward_shards = None
+        self.post_forward_shards, self.stays = None, Until.NOW
         if self.where is not Where.FULL:
             return False
         self.shown.show_sharded()
@@ -186,7 +186,7 @@ class Buffers:
             self.post_forward_shards = PostForwardShards(segments, within)
         for segment in segments:
             segment.free()
-        self.where, self.stays = Where.SHARDED, Until.NOW
+        self.where = Where.SHARDED
         return True
 
     def stay(self, until: Until) -> None:

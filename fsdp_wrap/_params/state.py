@@ -39,6 +39,7 @@ class Until(Enum):
         OUTERMOST: The end of the outermost forward.
         BACKWARD: The unit's backward. Attributes of the modules show them until then.
         EARLIER: The unit's backward of an earlier forward. A new forward of the unit gathers anew.
+        END: The end of the tree's backward: no trigger ends a double backward earlier.
         FORWARD: The next outermost forward, which frees them. A double backward may come before.
         NEXT: The next iteration, which takes them over unless they have changed.
     """
@@ -47,5 +48,6 @@ class Until(Enum):
     OUTERMOST = "the outermost forward ends"
     BACKWARD = "the backward"
     EARLIER = "the backward of an earlier forward"
+    END = "the end of the tree's backward"
     FORWARD = "the next outermost forward"
     NEXT = "the next iteration"

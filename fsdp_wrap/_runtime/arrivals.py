@@ -32,7 +32,6 @@ class Arrivals:
         open_calls: Number of forward calls that wait for gradients of their watched inputs.
         inputs_done: Whether there were such calls, and none waits any more.
         owes: Whether a reduction is due, even without gradients: other ranks may have some.
-        needed_to_end: Whether the leaves may be needed until the tree's backward ends.
         every: Whether the step acts after each gradient.
     """
 
@@ -42,7 +41,6 @@ class Arrivals:
     open_calls: int = 0
     inputs_done: bool = False
     owes: bool = False
-    needed_to_end: bool = False
     every: bool = False
     _weights: dict[int, int] = field(default_factory=dict)
     _total: int = 0
@@ -59,7 +57,7 @@ class Arrivals:
     def begin(self, every: bool) -> None:
         """Prepares for a backward of the tree, which may not reach the unit."""
         self.progress, self.open_calls, self.every = Progress.UNREACHED, 0, every
-        self.needed_to_end = self.inputs_done = self.owes = self.quarter_came = False
+        self.inputs_done = self.owes = self.quarter_came = False
         self.missing = self._weights.copy()
         self._to_come = self._next_stop = self._total
 
@@ -84,6 +82,10 @@ class Arrivals:
         later = (-1 if self.open_calls else 0) if self.quarter_came or not at_quarter else self._quarter
         self._next_stop = self._to_come if self.every else later
 
+    def reach(self) -> None:
+        """Notes that the running backward has reached the unit."""
+        self.progress = Progress.RUNNING
+
     @property
     def reached(self) -> bool:
         """Whether the running backward, or the last one, has reached the unit."""
@@ -92,10 +94,6 @@ class Arrivals:
     def some_came(self) -> bool:
         """Whether the running backward has brought any gradient, few as they may be."""
         return self._to_come < self._total
-
-    def enter_derivative(self) -> None:
-        """Notes a double backward: no trigger ends it, so it may need the leaves until the end."""
-        self.progress, self.needed_to_end = Progress.RUNNING, True
 
     def end(self) -> bool:
         """Ends the unit's backward; returns whether one was running."""

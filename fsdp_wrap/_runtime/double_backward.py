@@ -13,6 +13,7 @@ import torch
 
 from fsdp_wrap._core import Phase
 from fsdp_wrap._core.torch_private import hook_gradient
+from fsdp_wrap._params import Until
 from fsdp_wrap._runtime.unit import ForwardCall
 
 Unshard = Callable[[ForwardCall], None]
@@ -31,7 +32,8 @@ def watched(unshard: Unshard, call: ForwardCall, grad: torch.Tensor | None) -> t
 def _reached(unshard: Unshard, call: ForwardCall, grad: torch.Tensor) -> torch.Tensor | None:
     """Unshards when a double backward reaches a unit; returns a view to watch the gradient, if needed."""
     unshard(call)
-    call.unit.arrivals.enter_derivative()
+    call.unit.arrivals.reach()
+    call.unit.buffers.stays = Until.END
     for tied in call.unit.tied:  # their inputs are not watched
         tied.unshard(Phase.BACKWARD)
     return watched(unshard, call, grad) if torch.is_grad_enabled() else None

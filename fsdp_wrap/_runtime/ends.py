@@ -6,6 +6,7 @@ from enum import Enum
 
 import torch
 
+from fsdp_wrap._params import Until
 from fsdp_wrap._runtime.unit import Unit
 
 
@@ -39,11 +40,11 @@ def ends(unit: Unit, last_input: bool) -> Done:
     if last_input:
         if arrivals.missing and unit.gradients_to_come():
             return Done.NOTHING
-        return Done.GRADIENTS if arrivals.needed_to_end else Done.ALL
+        return Done.GRADIENTS if unit.buffers.stays is Until.END else Done.ALL
     if arrivals.missing or arrivals.open_calls:
         return Done.NOTHING
     # Frozen leaves may be needed for gradients of inputs after all trainable ones have theirs.
-    return Done.GRADIENTS if arrivals.needed_to_end or not unit.all_train else Done.ALL
+    return Done.GRADIENTS if unit.buffers.stays is Until.END or not unit.all_train else Done.ALL
 
 
 def _group_ends(unit: Unit, last_input: bool) -> Done:
@@ -58,5 +59,5 @@ def _group_ends(unit: Unit, last_input: bool) -> Done:
     group = (first, *first.tied)
     if any([member.gradients_to_come() for member in group]):
         return Done.NOTHING
-    needed = any([member.arrivals.needed_to_end for member in group])
+    needed = any([member.buffers.stays is Until.END for member in group])
     return Done.GRADIENTS if needed else Done.ALL

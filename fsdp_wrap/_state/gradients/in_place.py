@@ -35,6 +35,7 @@ class GradientsInPlace(PlugIn):
 
 def _nothing_needs(step: Step, unit: Unit) -> bool:
     """Returns whether the unit's parameters are freed, and its gradients reduced, when its backward ends."""
-    needed = unit.running or unit.arrivals.needed_to_end or unit.buffers.where is not Where.FULL
+    buffers = unit.buffers
+    needed = unit.running or buffers.stays is Until.END or buffers.where is not Where.FULL
     reduced = step.syncs and unit.options.syncs and not torch.is_grad_enabled()  # no create_graph
     return reduced and not needed and after_backward(unit, step.syncs, keeps_graph=False) is Until.NOW
