@@ -198,6 +198,36 @@ class InputCasts:
             policy.param_dtype if casts_root else None,
         )
 
+    def prepare(
+        self,
+        at_root: bool,
+        device: torch.device | None,
+        args: Any,
+        kwargs: Any,
+        replaced: Replaced | None = None,
+    ) -> tuple[torch.dtype | None, Any, Any]:
+        """Moves and casts the inputs of a forward.
+
+        Args:
+            at_root: Whether the unit is the root.
+            device: Device to move tensors to; the CPU, or None, to leave them where they are.
+            args: Positional inputs.
+            kwargs: Keyword inputs.
+            replaced: List to which the replaced tensors in containers are added; None to copy containers.
+
+        Returns:
+            The dtype to cast the outputs to, or None, and the inputs.
+        """
+        if device is not None and device.type != "cpu":
+            args, kwargs = map_tensors(
+                lambda value: value.to(device, non_blocking=True), (args, kwargs), replaced
+            )
+        returned = floating_dtype((args, kwargs)) if self.restores_outputs else self.outputs
+        computed = self.root if at_root else self.nested
+        if computed is not None:
+            args, kwargs = cast_floating((args, kwargs), computed, replaced)
+        return returned, args, kwargs
+
 
 NO_CASTS = InputCasts()
 

@@ -6,7 +6,7 @@ Must never know: state dicts, and which front-end made a unit.
 """
 
 from fsdp_wrap._runtime.arrivals import Progress
-from fsdp_wrap._runtime.forward import inside_transforms, prepared_inputs, run_forward, step_of
+from fsdp_wrap._runtime.forward import inside_transforms, run_forward, step_of
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue, Reducing
 from fsdp_wrap._runtime.stays import after_backward

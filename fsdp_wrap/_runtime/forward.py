@@ -16,7 +16,6 @@ from fsdp_wrap._core import (
     Seam,
     ValueSeam,
     cast_floating,
-    floating_dtype,
     iter_tensors,
     map_tensors,
     put_back,
@@ -60,15 +59,15 @@ def run_forward(
             unit.buffer_casts.release()
     own = unit.step or step_of(unit)
     assert isinstance(own, Step)
-    outermost = own.depth == 0
+    device = None if own.depth else own.device  # inputs of an outermost forward may be elsewhere
     replaced: Replaced = []
     calls: list[tuple[Step, ForwardCall, list[Node]]] = []
     try:
         if unit.tied_to is not None:
             refuse_alone(unit)
-            return _compute(unit, outermost, compute, args, kwargs, replaced)
+            return _compute(unit, own, device, compute, args, kwargs, replaced)
         if current_transform() is not None:
-            within = partial(_compute, unit, outermost, compute, args, kwargs, replaced)
+            within = partial(_compute, unit, own, device, compute, args, kwargs, replaced)
             return inside_transforms.needed("torch.func")([*unit.companions, unit], part, within)
         for runs in (*unit.companions, unit):
             step = runs.step or step_of(runs)
@@ -76,7 +75,7 @@ def run_forward(
             calls.append((step, step.before_forward(runs, part), []))
         returned = None
         if unit.casts is not NO_CASTS or own.device.type != "cpu":
-            returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
+            returned, args, kwargs = unit.casts.prepare(unit is own.root, device, args, kwargs, replaced)
         for step, call, nodes in calls:
             args, kwargs = _watched_inputs(step, call, nodes, (args, kwargs), replaced)
         for act in unit.plug_ins.sees:
@@ -106,37 +105,17 @@ def run_forward(
 
 def _compute(
     unit: Unit,
-    outermost: bool,
+    step: Step,
+    device: torch.device | None,
     compute: Callable[..., Any],
     args: Any,
     kwargs: Any,
     replaced: Replaced,
 ) -> Any:
     """Computes with inputs that are moved and cast; returns the output, cast."""
-    returned, args, kwargs = _prepared(unit, outermost, args, kwargs, replaced)
+    returned, args, kwargs = unit.casts.prepare(unit is step.root, device, args, kwargs, replaced)
     output = compute(*args, **kwargs)
     return output if returned is None else cast_floating(output, returned)
-
-
-def _prepared(unit: Unit, outermost: bool, args: Any, kwargs: Any, replaced: Replaced | None) -> Any:
-    """Returns the dtype to cast outputs to, or None, and the inputs: cast, and moved if `outermost`."""
-    step, casts = step_of(unit), unit.casts
-    device = step.device
-    if outermost and device.type != "cpu":  # inputs may be on another device
-        args, kwargs = map_tensors(
-            lambda value: value.to(device, non_blocking=True), (args, kwargs), replaced
-        )
-    returned = floating_dtype((args, kwargs)) if casts.restores_outputs else casts.outputs
-    computed = casts.root if unit is step.root else casts.nested
-    if computed is not None:
-        args, kwargs = cast_floating((args, kwargs), computed, replaced)
-    return returned, args, kwargs
-
-
-def prepared_inputs(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the inputs, moved and cast as for a forward of the unit."""
-    _, args, kwargs = _prepared(unit, step_of(unit).depth == 0, args, kwargs, None)
-    return args, kwargs
 
 
 def _watched_inputs(step: Step, call: ForwardCall, nodes: list[Node], inputs: Any, replaced: Replaced) -> Any:

@@ -19,7 +19,7 @@ from fsdp_wrap._core.torch_private import (
     torch_traversal_utils,
     torch_unshard_utils,
 )
-from fsdp_wrap._runtime import prepared_inputs, step_of, units_in
+from fsdp_wrap._runtime import step_of, units_in
 from fsdp_wrap.compat.internals import FlatHandle
 from fsdp_wrap.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 
@@ -76,7 +76,11 @@ def _reshard(state: FSDP, handle: Any, free_unsharded_flat_param: bool) -> None:
 def _root_pre_forward(state: FSDP, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Returns the inputs as the root's forward would take them; the forward begins when it is called."""
     _lazy_init(state, module)
-    return prepared_inputs(state._unit, args, kwargs) if state._is_root else (args, kwargs)
+    if state._is_root:
+        unit, step = state._unit, step_of(state._unit)
+        device = None if step.depth else step.device
+        _, args, kwargs = unit.casts.prepare(unit is step.root, device, args, kwargs)
+    return args, kwargs
 
 
 @_answers(torch_runtime_utils)
