@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_wrap._attributes import telling
 from fsdp_wrap._building import refuse_sharing
 from fsdp_wrap._by_hand import (
+    ManualEnd,
     await_reduction,
     end_failed_backward,
     finalize,
@@ -20,6 +21,8 @@ from fsdp_wrap._by_hand import (
     require_idle,
     reset,
     reshard,
+    set_manual,
+    set_sums,
     show_unsharded,
     unshard,
     wait_for,
@@ -195,7 +198,7 @@ class FSDPModule(nn.Module):
             is_last_backward: True, as at the beginning, waits. With False, read no gradient before the last
                 backward.
         """
-        self.__step.ending.set_last(is_last_backward)
+        self.__step.ending.last = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Sets whether `finalize_backward`, instead of each backward, waits for the last reduction.
@@ -209,7 +212,7 @@ class FSDPModule(nn.Module):
             RuntimeError: If another unit encloses this one, or a backward has begun and was not finalized.
         """
         require_root(_unit_of(self), "set_manual_backward_finalization()")
-        self.__step.ending.set_manual(enabled)
+        set_manual(self.__step, enabled)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -239,7 +242,10 @@ class FSDPModule(nn.Module):
         step = self.__step
         finalize(step)
         if async_op:
-            return _IssuedReduction(step)
+            ending = step.ending  # not the user's before the first forward, when nothing is to end
+            return (
+                _IssuedReduction(step, ending) if isinstance(ending, ManualEnd) else GradientReductionHandle()
+            )
         await_reduction(step)
         return None
 
@@ -253,7 +259,8 @@ class FSDPModule(nn.Module):
             requires_gradient_sync: Whether backwards reduce, as at the beginning.
             recurse: Also set it for the units below.
         """
-        self.__set(recurse, syncs=requires_gradient_sync, sums_over_replicas=requires_gradient_sync)
+        sums = requires_gradient_sync
+        set_sums(self.__units(recurse), syncs=sums, sums_over_replicas=sums)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether reduced gradients are summed over the replicas, or kept for a later backward.
@@ -275,7 +282,7 @@ class FSDPModule(nn.Module):
             require_between_backwards(step_of(unit), "set_requires_all_reduce()")
         if not requires_all_reduce:
             refuse_steps_between_sums(self.__units(recurse))
-        self.__set(recurse, sums_over_replicas=requires_all_reduce)
+        set_sums(self.__units(recurse), sums_over_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sets the divisor of this unit's summed gradients, by default the number of ranks.
@@ -583,13 +590,13 @@ class GradientReductionHandle:
 
 
 class _IssuedReduction(GradientReductionHandle):
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, ending: ManualEnd) -> None:
         self._step: Step | None = step
-        self._issued = step.ending.issue()
+        self._ending, self._issued = ending, ending.issue()
 
     def wait(self) -> None:
         if self._step is not None:
-            self._step.ending.require_issued(self._issued)
+            self._ending.require_issued(self._issued)
             await_reduction(self._step)
             self._step = None
 

@@ -10,12 +10,17 @@ from fsdp_wrap._by_hand.backwards import (
     end_backwards_of,
     end_failed_backward,
     finalize,
-    no_sync,
-    refuse_steps_between_sums,
-    require_between_backwards,
     reset,
-    summing,
 )
+from fsdp_wrap._by_hand.endings import ManualEnd, set_manual
 from fsdp_wrap._by_hand.parameters import follow, reshard, show_unsharded, showing, unshard, wait_for
 from fsdp_wrap._by_hand.ranks import ranks_of
 from fsdp_wrap._by_hand.rest import joins, note_change, require_idle
+from fsdp_wrap._by_hand.sums import (
+    no_sync,
+    refuse_steps_between_sums,
+    require_between_backwards,
+    set_sums,
+    sum_in_backward,
+    summing,
+)

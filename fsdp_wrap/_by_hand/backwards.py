@@ -1,16 +1,10 @@
-"""Ends of backwards by hand, and which sums of gradients they make."""
+"""Ends of backwards by hand."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-
 import torch
-import torch.distributed as dist
 
-from fsdp_wrap._core import NotIdleError, Phase, refuse_in_steps
+from fsdp_wrap._core import Phase
 from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._runtime import Step, Unit
 
@@ -66,6 +60,7 @@ def await_reduction(step: Step) -> None:
 def reset(step: Step) -> None:
     """Drops all state that a forward or backward left, and gradients that wait for a reduction."""
     step.abandon_backward()
+    step.drop_backward()  # what ended backwards have left
     step.ending.finish()
     for unit in step.units:
         for segment in unit.segments:
@@ -74,58 +69,5 @@ def reset(step: Step) -> None:
 
 def end_failed_backward(step: Step) -> None:
     """Shows the sharded parameters again after a backward that raised."""
-    if step.backward_open and not step.in_backward:
+    if not step.in_backward:
         step.abandon_backward()
-
-
-# sums
-
-
-@contextmanager
-def no_sync(step: Step, reduce_within_copy: bool = False) -> Iterator[None]:
-    """Accumulates gradients while the context is open: unreduced, or reduced within each copy."""
-    if reduce_within_copy:
-        require_between_backwards(step, "no_sync(reduce_within_copy=True)")
-        refuse_steps_between_sums(step.units)
-    with summing(step, reduce_within_copy, not reduce_within_copy):
-        yield
-
-
-@contextmanager
-def summing(step: Step, syncs: bool, sums_over_replicas: bool) -> Iterator[None]:
-    """Makes the given sums of gradients while the context is open."""
-    before = step.syncs, step.sums_over_replicas
-    step.syncs, step.sums_over_replicas = syncs, sums_over_replicas
-    try:
-        yield
-    finally:
-        step.syncs, step.sums_over_replicas = before
-
-
-def require_between_backwards(step: Step, doing: str) -> None:
-    """Raises a `NotIdleError` inside a backward, where some units have reduced already."""
-    if step.backward_open and graph_task() != -1:
-        raise NotIdleError(
-            f"{doing} was called inside a backward of {step.root.name} on rank {dist.get_rank()}: some "
-            "of its gradients would be summed over the replicas, others not; call it between backwards"
-        )
-
-
-def refuse_steps_between_sums(units: Iterable[Unit]) -> None:
-    """Makes optimizers raise on `step` while gradients wait for a sum over the replicas."""
-    for unit in units:
-        for sharded in unit.params:
-            trained = next((source for source in sharded.sources if source.requires_grad), None)
-            if trained is not None:  # one parameter is enough: all of a segment are summed together
-                refuse_in_steps(trained, partial(_why_not_between, weakref.ref(unit)))
-
-
-def _why_not_between(reference: weakref.ref[Unit]) -> str | None:
-    unit = reference()
-    if unit is None or not any(segment.gradients.waits_for_replicas for segment in unit.segments):
-        return None
-    return (
-        f"must not step now: gradients of {unit.name} are summed over a part of the ranks only (seen on rank "
-        f"{dist.get_rank()}). Run the last backward before the step after set_requires_all_reduce(True), or "
-        "outside of no_sync(reduce_within_copy=True); zero_grad() forgets them"
-    )

@@ -6,6 +6,7 @@ Must never know: state dicts, and which front-end made a unit.
 """
 
 from fsdp_wrap._runtime.arrivals import Progress
+from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.forward import inside_transforms, run_forward, step_of
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue, Reducing

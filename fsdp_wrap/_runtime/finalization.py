@@ -1,63 +1,33 @@
-"""`BackwardEnd`: when the last reduction of a backward is waited for, and who ends backwards."""
+"""`BackwardEnd`: when the last reduction of a backward is waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from fsdp_wrap._core.torch_private import graph_task
 from fsdp_wrap._runtime.unit import Unit
 
 
 class BackwardEnd:
-    """The end of a tree's backwards: by their final callbacks, by a later backward's, or by the user.
+    """The end of a tree's backwards: by their final callbacks, or by that of a later backward.
 
-    `below` has the ends of the former roots in this tree. None of them may be manual.
+    Attributes:
+        last: Whether the final callback of a backward waits, or leaves that to the next backward.
+        unfinished: Whether a backward has begun whose reductions were not all waited for.
+        manual: Whether the user ends backwards; see `ManualEnd`.
     """
 
-    def __init__(self, below: Mapping[Unit, BackwardEnd]) -> None:
-        for unit, end in below.items():
-            if end.manual:
-                raise RuntimeError(
-                    f"set_manual_backward_finalization() was called on {unit.name}, which another unit "
-                    "encloses now; call it on the root"
-                )
-        self._last = True
-        self._manual = False
-        self._began_manual: bool | None = None  # as the unfinished backwards began
-        self._issued: object | None = None
-        self._completes = False
+    manual = False
 
-    def set_last(self, last: bool) -> None:
-        """Sets whether the final callback of a backward waits, or leaves that to the next backward."""
-        self._last = last
-
-    def set_manual(self, manual: bool) -> None:
-        """Sets whether the user ends backwards; refuses a change in an unfinished backward."""
-        began = self._began_manual
-        changes = manual != self._manual and graph_task() != -1
-        if changes or (began is not None and manual != began):
-            raise RuntimeError(
-                "set_manual_backward_finalization() was called when a backward had begun and had not ended: "
-                "call finalize_backward() or reset_iter_state() first"
-            )
-        self._manual = manual
-
-    @property
-    def manual(self) -> bool:
-        """Whether the user ends backwards."""
-        return self._manual if self._began_manual is None else self._began_manual
-
-    # a backward
+    def __init__(self, last: bool = True) -> None:
+        self.last = last
+        self.unfinished = self._completes = False
 
     def begin(self) -> None:
         """Records that a backward begins."""
-        if self._began_manual is None:
-            self._began_manual = self._manual
+        self.unfinished = True
 
     @property
     def waits(self) -> bool:
         """Whether the final callback of the running backward waits and calls `finish`."""
-        return self._completes or (self._last and not self._began_manual)
+        return self._completes or self.last
 
     def complete(self) -> None:
         """Lets the final callback of the running backward wait, whatever the user has set."""
@@ -65,24 +35,10 @@ class BackwardEnd:
 
     def finish(self) -> None:
         """Records that all reductions have been waited for, or dropped."""
-        self._began_manual, self._issued, self._completes = None, None, False
-
-    # by hand
-
-    def issue(self) -> object:
-        """Returns a token of this end, by which the caller waits later (`require_issued`)."""
-        self._issued = object()
-        return self._issued
-
-    def require_issued(self, issued: object) -> None:
-        """Refuses the token of an end that `reset_iter_state` has dropped."""
-        if issued is not self._issued:
-            raise RuntimeError("reset_iter_state() has dropped the reduction that this handle stands for")
+        self.unfinished = self._completes = False
 
     def require_waited(self, doing: str) -> None:
         """Refuses an action before the user has waited for the last end."""
-        if self._issued is not None:
-            raise RuntimeError(
-                f"{doing} must not begin before wait() of the handle that "
-                "finalize_backward(async_op=True) returned"
-            )
+
+    def refuse_enclosing(self, unit: Unit) -> None:
+        """Raises if another unit must not enclose this root."""

@@ -26,7 +26,7 @@ from fsdp_wrap._runtime.queue import Queue
 from fsdp_wrap._runtime.refusals import refuse_graph
 from fsdp_wrap._runtime.stays import Stays, after_backward
 from fsdp_wrap._runtime.tree import NONE_RUNS, UnitTree
-from fsdp_wrap._runtime.unit import ForwardCall, Unit, hooked_for, refuse_lent
+from fsdp_wrap._runtime.unit import ForwardCall, Unit, hooked_for
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -58,8 +58,7 @@ class Step(UnitTree):
         recompute = graph_task() != -1  # a forward inside a backward
         buffers = unit.buffers
         if self.depth == 0 and not recompute:
-            if buffers.where is Where.LENT:
-                refuse_lent(unit)  # before any state changes: other ranks may go on
+            self.require_ready(unit)
             self._begin_iteration()
         what = Computing.RECOMPUTE if recompute else Computing.FORWARD
         if buffers.params:
@@ -87,11 +86,8 @@ class Step(UnitTree):
 
     def _begin_iteration(self) -> None:
         """Starts an iteration from a clean state, whatever the last one left."""
+        self.abandon_backward()
         self._trains = torch.is_grad_enabled()
-        self.ending.require_waited("a forward")
-        if self.backward_open:
-            self.abandon_backward()
-        self.require_groups()
         self.iteration += 1
         self.thread = get_ident()
         for act in self.plug_ins.forward_begins:
@@ -232,8 +228,7 @@ class Step(UnitTree):
 
     def _open_backward(self) -> None:
         """Begins the backward of this tree, at the first hook that runs."""
-        if self.backward_open:
-            self.abandon_backward()
+        self.abandon_backward()
         for act in self.plug_ins.backward_begins:
             act(self)
         self.end = weakref.ref(end := self._end_backward)  # before it is open, for other threads
@@ -250,11 +245,8 @@ class Step(UnitTree):
         self.queue.order.begin_backward()
         self.stays.begin_backward()
         for unit in self._units:
-            buffers = unit.buffers
-            if buffers.segments.follow_requires_grad():  # other leaves than in the last forward
+            if unit.buffers.segments.follow_requires_grad():  # other leaves than in the last forward
                 self.hook_leaves(unit)
-            if buffers.gradients.unsummed:
-                buffers.gradients.forget_zeroed()
             unit.arrivals.begin(every=self._keeps_graph or bool(unit.plug_ins.brings))
 
     @classmethod
@@ -348,11 +340,10 @@ class Step(UnitTree):
         self.gradients_came = self.gradients_came or any([unit.arrivals.some_came() for unit in self._units])
         for unit in self._units:
             buffers = unit.buffers
-            # Where its backward is over, a unit may have been prefetched by mistake.
-            if unit.arrivals.progress is not Progress.FINISHED or buffers.where is not Where.SHARDED:
+            over = unit.arrivals.progress is Progress.FINISHED and buffers.where is Where.SHARDED
+            # Where its backward is over, it may have been gathered ahead by mistake, or earlier sums wait.
+            if not over or buffers.gradients.unsummed:
                 self.leave_backward(unit, Phase.FINAL_CALLBACK)
-                self.take_gradients(unit, Phase.FINAL_CALLBACK)
-            elif buffers.gradients.unsummed:
                 self.take_gradients(unit, Phase.FINAL_CALLBACK)
         for act in self.plug_ins.backward_ends:
             act(self)
@@ -362,9 +353,6 @@ class Step(UnitTree):
 
     def close_backward(self, waits: bool) -> None:
         """Ends a backward of this rank or of others; `waits` tells to wait for reductions."""
-        for unit in self._units:
-            if not (self.syncs and unit.options.syncs):
-                unit.buffers.gradients.keep_accumulated()
         self.queue.send()
         self.close(waits)
         self._forget_backward()
@@ -385,10 +373,14 @@ class Step(UnitTree):
         self.restore_sums()
 
     def abandon_backward(self) -> None:
-        """Cleans up after a backward that raised, whose final callback never ran."""
+        """Cleans up after a backward that raised, if there is one: its final callback never ran."""
         if self.backward_open:
             for act in self.plug_ins.failed:
                 act(self)
+            self.drop_backward()
+
+    def drop_backward(self) -> None:
+        """Drops what backwards have left, in flight and on the leaves."""
         self.queue.drop()
         self._forget_backward()
         for act in self.plug_ins.dropped:

@@ -11,9 +11,10 @@ import torch
 
 from fsdp_wrap._comm import GroupCommunicator, Tree
 from fsdp_wrap._core.torch_private import graph_task
+from fsdp_wrap._params import Where
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.same_model import SameModel
-from fsdp_wrap._runtime.unit import StepState, Unit, communicators_of, units_in
+from fsdp_wrap._runtime.unit import StepState, Unit, communicators_of, refuse_lent, units_in
 
 NONE_RUNS: Callable[[], object] = weakref.ref(set())
 """A dead reference, as to the final callback of a backward that is over."""
@@ -26,7 +27,8 @@ class UnitTree(StepState):
         root: The unit whose forward is outermost; all units below it join.
 
     Attributes:
-        ending: Decides when the last reduction of a backward is waited for.
+        ending: Decides when the last reduction of a backward is waited for. The user may replace it between
+            two backwards.
         tree: The identity of its tree in the logs of collectives.
         ranks: Compares the tree between ranks.
         device: Device of computation.
@@ -44,7 +46,9 @@ class UnitTree(StepState):
         self.depth = 0
         self.thread, self.end = get_ident(), NONE_RUNS
         before = {unit: unit.step for unit in names if isinstance(unit.step, UnitTree)}
-        self.ending: BackwardEnd = BackwardEnd({unit: tree.ending for unit, tree in before.items()})
+        for unit, tree in before.items():
+            tree.ending.refuse_enclosing(unit)
+        self.ending: BackwardEnd = BackwardEnd()
         communicators = communicators_of(self._units)
         self._communicators = [ranks for ranks in communicators if isinstance(ranks, GroupCommunicator)]
         self.device = next((ranks.device for ranks in communicators), torch.device("cpu"))
@@ -70,8 +74,15 @@ class UnitTree(StepState):
         """Whether a backward runs, in this thread or in another than the forward's."""
         return graph_task() != -1 or (self.end() is not None and get_ident() != self.thread)
 
-    def require_groups(self) -> None:
-        """Raises if a process group was destroyed, which meshes may keep alive."""
+    def require_ready(self, unit: Unit) -> None:
+        """Raises if an outermost forward of a unit must not begin: before any state changes.
+
+        Its parameters may be in the user's hands, gradients may not be waited for, or a process group may be
+        destroyed, which meshes keep alive.
+        """
+        if unit.buffers.where is Where.LENT:
+            refuse_lent(unit)
+        self.ending.require_waited("a forward")
         for communicator in self._communicators:
             communicator.require_group()
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import torch
 
-from fsdp_wrap._by_hand import follow
+from fsdp_wrap._by_hand import follow, sum_in_backward
 from fsdp_wrap._core import Phase, PlugIn, Precedence, Span, SpanKind
 from fsdp_wrap._runtime import Step, Unit
 from fsdp_wrap._uneven.fates import follow_fates
@@ -136,7 +136,7 @@ class Follower:
         elif order == Instruction.FINISH_REDUCTION:
             step.queue.finish_reduction_of(unit)
         elif order == Instruction.BEGIN_BACKWARD:
-            step.sum_in_backward(bool(detail & 2), bool(detail & 1))
+            sum_in_backward(step, bool(detail & 2), bool(detail & 1))
             step.begin_backward()
         elif order == Instruction.END_BACKWARD:
             step.close_backward(bool(detail))

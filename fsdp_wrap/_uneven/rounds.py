@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from fsdp_wrap._by_hand import reset
+from fsdp_wrap._by_hand import reset, sum_in_backward
 from fsdp_wrap._comm import GroupPositions, Note
 from fsdp_wrap._core import PlugIn, Precedence, SpanKind
 from fsdp_wrap._runtime import ExecOrder, Step, communicators_of
@@ -248,7 +248,7 @@ class Rounds(PlugIn):
                 f"rank {self._rank}: inside uneven() the ranks agree on it at the forward"
             )
         agreed = self._agreed[model]
-        step.sum_in_backward(*agreed)
+        sum_in_backward(step, *agreed)
         self.leader.tell(Instruction.BEGIN_BACKWARD, model, detail=2 * agreed[0] + agreed[1])
 
     def backward_ends(self, step: Step) -> None:

@@ -117,9 +117,9 @@ def test_what_users_have_set_is_theirs_again(rank, world_size, front):
     assert (step.syncs, step.sums_over_replicas, step.ending.waits) == (True, True, True)
     with uneven(model):
         for _ in range(rank):
-            step.ending.set_last(False)
+            step.ending.last = False
             loss_of(model, tokens(rank, 0)).backward()
-            step.ending.set_last(True)
+            step.ending.last = True
     assert step.ending.waits
     with pytest.raises(RuntimeError, match="a document is broken"), uneven(model):
         for _ in range(rank):
