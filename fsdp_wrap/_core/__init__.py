@@ -143,7 +143,6 @@ from fsdp_wrap._core.precision import (
     SegmentDtypes,
     SegmentPolicy,
     cast_floating,
-    floating_dtype,
     is_castable,
     segment_dtypes,
 )

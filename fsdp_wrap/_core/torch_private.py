@@ -8,7 +8,7 @@ tests/core/test_torch_private.py looks for each by itself.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import _register_handler as answer_debug_page
 from torch._C._functorch import peek_interpreter_stack as current_transform
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
 from torch.autograd import profiler as torch_profiler
+from torch.autograd.graph import Node
 from torch.distributed import _state_dict_utils as torch_gathers
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable import replicate_with_fsdp as torch_replicate
@@ -275,6 +276,14 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Ten
         if tensor.grad_fn is not None:
             tensor.grad_fn._register_hook_dict(tensor)
     tensor._backward_hooks[id(hook)] = hook
+
+
+def will_run(nodes: Iterable[Node]) -> int:
+    """Counts the nodes that the running backward will execute."""
+    try:
+        return sum(map(will_execute, nodes))
+    except RuntimeError:  # leaves captured by torch.autograd.grad are not executed
+        return 0
 
 
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:

@@ -37,7 +37,7 @@ class Segments(list[Segment]):
         in_full: Whether the unit computes in the master dtype, whatever its policies say.
         keeps_memory: Whether unsharded buffers keep their memory while the unit is sharded.
         generation: Count of times that leaves were made anew; older graphs cannot run backward.
-        hookings: Count of times that leaves or sharded parameters became others, without hooks.
+        hookings: Count of times that leaves or sharded parameters became others, or others came to train.
         extended: Those of tensor subclasses that give what is gathered.
         unsharded_nbytes: Bytes of the full parameters.
         batch_nbytes: Bytes of the full parameters in a batched gather.
@@ -118,8 +118,8 @@ class Segments(list[Segment]):
 
     # leaves
 
-    def follow_requires_grad(self) -> bool:
-        """Copies `requires_grad` from sharded parameters to leaves; returns whether any has changed."""
+    def follow_requires_grad(self) -> None:
+        """Copies `requires_grad` from sharded parameters to leaves."""
         changed = False
         for segment in self:
             wanted = [*map(_REQUIRES_GRAD, segment.params.sources)]
@@ -128,8 +128,8 @@ class Segments(list[Segment]):
                 segment.train(wanted)
                 changed = True
         if changed:
+            self.hookings += 1
             self._note_contents()
-        return changed
 
     def follow_subclasses(self, made_anew: bool) -> None:
         """Notes what tensor subclasses give to be gathered next; the first time, they make leaves anew."""

@@ -20,5 +20,4 @@ from fsdp_wrap._runtime.unit import (
     buffers_of,
     communicators_of,
     units_in,
-    will_run,
 )

@@ -73,8 +73,7 @@ class Step(UnitTree):
                 self.queue.enter(unit)
                 unit.unshard(Phase.FORWARD)
                 self.queue.entered(unit)
-            if buffers.segments.follow_requires_grad() or unit.hooked != buffers.segments.hookings:
-                self.hook_leaves(unit)
+            self.hook_leaves(unit)
         buffers.shown.show_leaves()
         for act in unit.plug_ins.computes:
             act(unit, what)
@@ -104,13 +103,16 @@ class Step(UnitTree):
             if buffers.where is Where.SHARDED:
                 buffers.follow_replaced()
             if unit.hooked != buffers.segments.hookings:  # gradients may come without a forward of it
-                buffers.segments.follow_requires_grad()
                 self.hook_leaves(unit)
         for act in self.plug_ins.forward_ready:
             act(self)
 
     def hook_leaves(self, unit: Unit) -> None:
-        """Hooks leaves that need gradients and are not hooked yet."""
+        """Hooks leaves that need gradients and are not hooked yet, as their sharded parameters do now."""
+        segments = unit.buffers.segments
+        segments.follow_requires_grad()
+        if unit.hooked == segments.hookings:
+            return
         leaves = unit.newly_trainable()
         sources = (source for sharded in unit.params for source in sharded.sources)
         for source in with_optimizers(sources, unit.name) if leaves else ():
@@ -245,8 +247,7 @@ class Step(UnitTree):
         self.queue.order.begin_backward()
         self.stays.begin_backward()
         for unit in self._units:
-            if unit.buffers.segments.follow_requires_grad():  # other leaves than in the last forward
-                self.hook_leaves(unit)
+            self.hook_leaves(unit)  # others may train than in the last forward
             unit.arrivals.begin(every=self._keeps_graph or bool(unit.plug_ins.brings))
 
     @classmethod

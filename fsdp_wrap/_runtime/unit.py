@@ -33,7 +33,7 @@ from fsdp_wrap._core import (
     everywhere,
     walk,
 )
-from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_execute
+from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_run
 from fsdp_wrap._params import Buffers, NoBuffers, Segment, ShardedParams, Until, Where
 from fsdp_wrap._runtime.arrivals import Arrivals, Progress
 
@@ -135,7 +135,7 @@ class StepState(ABC):
 
     @abstractmethod
     def hook_leaves(self, unit: Unit) -> None:
-        """Hooks leaves of a unit that need gradients and are not hooked yet."""
+        """Hooks leaves that need gradients now, as their sharded parameters do, and have no hook yet."""
 
 
 class Unit:
@@ -380,17 +380,14 @@ class Unit:
     @property
     def defers(self) -> bool:
         """Whether the sum over the replicas waits for a later reduction."""
-        buffers, step = self.buffers, self.step
-        if self.options.sums_over_replicas and (step is None or step.sums_over_replicas):
-            return False
-        return buffers.replicas.size > 1
+        sums = self.options.sums_over_replicas and (self.step is None or self.step.sums_over_replicas)
+        return not sums and self.buffers.replicas.size > 1
 
     def reduce(self, phase: Phase) -> None:
         """Issues the reduction of the gradients; no other of the unit may be in flight."""
         buffers, at = self.buffers, self.plug_ins
         assert self.step is not None
-        # Asks the property only where it may hold: one frame less in a usual step.
-        defers = not (self.options.sums_over_replicas and self.step.sums_over_replicas) and self.defers
+        defers = self.defers
         for act in at.to_reduce:
             act((self,), phase, defers)
         span = at.span(SpanKind.REDUCE, phase, (self,)) if at.see_spans else NO_SPAN
@@ -458,11 +455,8 @@ class Unit:
         """Lets the leaves take gradients outside of a forward; returns False before the first use."""
         if self.step is None:
             return False
-        if self.buffers.segments.follow_requires_grad() or self.hooked != self.buffers.segments.hookings:
-            self.step.hook_leaves(self)
+        self.step.hook_leaves(self)
         return True
-
-    # backward
 
     # backward
 
@@ -576,14 +570,6 @@ def buffers_of(units: Iterable[Unit]) -> list[Buffers]:
 def communicators_of(units: Iterable[Unit]) -> list[Communicator]:
     """Returns the communicators of units, each once: within their copies, and over the replicas."""
     return [*dict.fromkeys(ranks for unit in units for ranks in unit.buffers.communicators)]
-
-
-def will_run(nodes: Iterable[Node]) -> int:
-    """Counts the nodes that the running backward will execute."""
-    try:
-        return sum(will_execute(node) for node in nodes)
-    except RuntimeError:  # leaves captured by torch.autograd.grad are not executed
-        return 0
 
 
 def units_in(module: nn.Module) -> dict[str, Unit]:

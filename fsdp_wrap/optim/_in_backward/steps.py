@@ -22,9 +22,9 @@ from torch.autograd.graph import Node
 from fsdp_wrap._by_hand import require_idle
 from fsdp_wrap._comm import HostLane
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind, count_step, counted_before, warn_caller
-from fsdp_wrap._core.torch_private import graph_task, hook_gradient
+from fsdp_wrap._core.torch_private import graph_task, hook_gradient, will_run
 from fsdp_wrap._params import Buffers
-from fsdp_wrap._runtime import Progress, Step, Unit, buffers_of, step_of, will_run
+from fsdp_wrap._runtime import Progress, Step, Unit, buffers_of, step_of
 from fsdp_wrap._state import NormInParts, scale_to
 from fsdp_wrap.optim._in_backward.unit_params import ScaledUnit, UnitParams
 from fsdp_wrap.optim._on_shards import put_in_order
