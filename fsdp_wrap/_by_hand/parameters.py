@@ -44,11 +44,11 @@ def show_unsharded(unit: Unit) -> None:
 def showing(unit: Unit) -> Iterator[None]:
     """Shows a unit's full parameters while the context is open, whatever backwards end meanwhile."""
     show_unsharded(unit)
-    unit.running += 1
+    unit.begin_call(recompute=True)  # it may be inside a backward
     try:
         yield
     finally:
-        unit.running -= 1
+        unit.end_call()
         step_of(unit).leave_backward(unit, Phase.BACKWARD)
 
 

@@ -5,7 +5,6 @@ May import: `_core`, `_comm`, `_params`.
 Must never know: state dicts, and which front-end made a unit.
 """
 
-from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.forward import inside_transforms, run_forward, step_of
 from fsdp_wrap._runtime.order import ExecOrder

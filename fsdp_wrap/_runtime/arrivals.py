@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from torch import nn
-
-
-class Progress(Enum):
-    """Progress of a unit's part of the running backward."""
-
-    UNREACHED = "unreached"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 @dataclass(eq=False)
@@ -26,7 +17,6 @@ class Arrivals:
     last gradient unless inputs are awaited too. Leaves are stored by id: their hooks reference this object.
 
     Attributes:
-        progress: State of the unit's backward.
         missing: Weight (about bytes) of each leaf without its gradient, by id.
         quarter_came: Whether a quarter of the weight had come when the step acted last.
         open_calls: Number of forward calls that wait for gradients of their watched inputs.
@@ -35,7 +25,6 @@ class Arrivals:
         every: Whether the step acts after each gradient.
     """
 
-    progress: Progress = Progress.UNREACHED
     missing: dict[int, int] = field(default_factory=dict)
     quarter_came: bool = False
     open_calls: int = 0
@@ -56,7 +45,7 @@ class Arrivals:
 
     def begin(self, every: bool) -> None:
         """Prepares for a backward of the tree, which may not reach the unit."""
-        self.progress, self.open_calls, self.every = Progress.UNREACHED, 0, every
+        self.open_calls, self.every = 0, every
         self.inputs_done = self.owes = self.quarter_came = False
         self.missing = self._weights.copy()
         self._to_come = self._next_stop = self._total
@@ -77,36 +66,17 @@ class Arrivals:
 
     def go_on(self, at_quarter: bool = True) -> None:
         """Sets when the step acts next; `at_quarter` tells whether at a quarter of the bytes."""
-        self.progress = Progress.RUNNING
         self.quarter_came = self._to_come <= self._quarter
         later = (-1 if self.open_calls else 0) if self.quarter_came or not at_quarter else self._quarter
         self._next_stop = self._to_come if self.every else later
-
-    def reach(self) -> None:
-        """Notes that the running backward has reached the unit."""
-        self.progress = Progress.RUNNING
-
-    @property
-    def reached(self) -> bool:
-        """Whether the running backward, or the last one, has reached the unit."""
-        return self.progress is not Progress.UNREACHED
 
     def some_came(self) -> bool:
         """Whether the running backward has brought any gradient, few as they may be."""
         return self._to_come < self._total
 
-    def end(self) -> bool:
-        """Ends the unit's backward; returns whether one was running."""
-        if self.progress is not Progress.RUNNING:
-            return False
-        self.progress = Progress.FINISHED
+    def end(self) -> None:
+        """Awaits no more gradients: the step acts after the next one, the first of another backward."""
         self.missing = {}
-        return True
-
-    def forget(self) -> None:
-        """Ends the unit's backward, if one runs, though gradients may be missing."""
-        self.end()
-        self.missing = {}  # the step acts after the next gradient, the first of another backward
 
 
 class _LeafHook:

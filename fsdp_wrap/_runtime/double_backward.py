@@ -32,7 +32,7 @@ def watched(unshard: Unshard, call: ForwardCall, grad: torch.Tensor | None) -> t
 def _reached(unshard: Unshard, call: ForwardCall, grad: torch.Tensor) -> torch.Tensor | None:
     """Unshards when a double backward reaches a unit; returns a view to watch the gradient, if needed."""
     unshard(call)
-    call.unit.arrivals.reach()
+    call.unit.reach()
     call.unit.buffers.stays = Until.END
     for tied in call.unit.tied:  # their inputs are not watched
         tied.unshard(Phase.BACKWARD)

@@ -19,14 +19,13 @@ from torch.autograd.graph import Node
 from fsdp_wrap._core import Computing, Phase, ValueSeam, step_in_backward, with_optimizers
 from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gradient
 from fsdp_wrap._params import Until, Where
-from fsdp_wrap._runtime.arrivals import Progress
 from fsdp_wrap._runtime.double_backward import watched
 from fsdp_wrap._runtime.ends import Done, ends
 from fsdp_wrap._runtime.queue import Queue
 from fsdp_wrap._runtime.refusals import refuse_graph
 from fsdp_wrap._runtime.stays import Stays, after_backward
 from fsdp_wrap._runtime.tree import NONE_RUNS, UnitTree
-from fsdp_wrap._runtime.unit import ForwardCall, Unit, hooked_for
+from fsdp_wrap._runtime.unit import Doing, ForwardCall, Unit, hooked_for
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -80,7 +79,7 @@ class Step(UnitTree):
         for act in unit.plug_ins.sees:
             act(unit, ValueSeam.PARAMETERS, ())
         self.depth += 1  # last: `exit_forward` follows if nothing above has raised
-        unit.running += 1
+        unit.begin_call(recompute)
         return ForwardCall(unit, part)
 
     def _begin_iteration(self) -> None:
@@ -173,7 +172,7 @@ class Step(UnitTree):
         """Ends a forward call, whether it returned or raised."""
         self.depth -= 1
         unit, buffers = call.unit, call.unit.buffers
-        unit.running -= 1
+        unit.end_call()
         recompute = graph_task() != -1
         for act in unit.plug_ins.computed:
             act(unit, Computing.RECOMPUTE if recompute else Computing.FORWARD)
@@ -200,6 +199,7 @@ class Step(UnitTree):
                 act(unit, Computing.BACKWARD)
             for act in unit.plug_ins.sees:
                 act(unit, ValueSeam.PARAMETERS, ())
+            unit.reach()
             unit.arrivals.go_on(at_quarter=self.queue.busy)
             self.queue.came_back(unit)
         for act in unit.plug_ins.sees if tells else ():
@@ -248,7 +248,7 @@ class Step(UnitTree):
         self.stays.begin_backward()
         for unit in self._units:
             self.hook_leaves(unit)  # others may train than in the last forward
-            unit.arrivals.begin(every=self._keeps_graph or bool(unit.plug_ins.brings))
+            unit.await_backward(every=self._keeps_graph or bool(unit.plug_ins.brings))
 
     @classmethod
     def _gradient_arrived(cls, reference: weakref.ref[Unit], leaf: nn.Parameter) -> None:
@@ -269,6 +269,7 @@ class Step(UnitTree):
         self.gradients_came = True
         for act in unit.plug_ins.brings:
             act(unit, leaf)
+        unit.reach()
         arrivals.go_on()
         self.queue.gradients_come(unit)
         self._end_backward_of(unit, last_input=False)
@@ -303,8 +304,8 @@ class Step(UnitTree):
         """Frees the full parameters of a unit after its backward, or keeps them."""
         until = after_backward(unit, self.syncs, self._keeps_graph)
         if until is Until.FORWARD:
-            unit.arrivals.forget()
-        elif unit.arrivals.end():
+            unit.forget_backward()
+        elif unit.end_backward():
             for act in unit.plug_ins.backward_over:
                 act(unit, phase)
         if until is Until.NOW:
@@ -341,7 +342,7 @@ class Step(UnitTree):
         self.gradients_came = self.gradients_came or any([unit.arrivals.some_came() for unit in self._units])
         for unit in self._units:
             buffers = unit.buffers
-            over = unit.arrivals.progress is Progress.FINISHED and buffers.where is Where.SHARDED
+            over = unit.doing is Doing.OVER and buffers.where is Where.SHARDED
             # Where its backward is over, it may have been gathered ahead by mistake, or earlier sums wait.
             if not over or buffers.gradients.unsummed:
                 self.leave_backward(unit, Phase.FINAL_CALLBACK)
@@ -388,6 +389,6 @@ class Step(UnitTree):
             act(self)
         for unit in self._units:
             unit.forwards = 0
-            unit.arrivals.forget()
+            unit.forget_backward()
             unit.buffers.abandon_backward()
             unit.reshard(Phase.IDLE)

@@ -35,7 +35,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_run
 from fsdp_wrap._params import Buffers, NoBuffers, Segment, ShardedParams, Until, Where
-from fsdp_wrap._runtime.arrivals import Arrivals, Progress
+from fsdp_wrap._runtime.arrivals import Arrivals
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,29 @@ class Doing(Enum):
     """What a unit does.
 
     Attributes:
-        REST: Nothing runs that needs it.
+        REST: Nothing, and no backward has reached it since its last forward began.
         FORWARD: A forward call of it runs.
         BACKWARD: The tree's backward has reached it and not left it; forward calls inside recompute.
+        OVER: Nothing: its part of the running backward, or of the last one, is over.
     """
 
     REST = "rest"
     FORWARD = "forward"
     BACKWARD = "backward"
+    OVER = "backward over"
+
+
+TURNS = (
+    (Doing.REST, Doing.FORWARD),
+    (Doing.OVER, Doing.FORWARD),
+    (Doing.FORWARD, Doing.REST),
+    (Doing.REST, Doing.BACKWARD),
+    (Doing.FORWARD, Doing.BACKWARD),  # a backward inside the forward
+    (Doing.OVER, Doing.BACKWARD),  # of another forward call, or of another graph
+    (Doing.BACKWARD, Doing.OVER),
+    (Doing.OVER, Doing.REST),
+)
+"""The moves that are allowed."""
 
 
 class CastBuffers(PlugIn):
@@ -154,7 +169,8 @@ class Unit:
         mesh_label: Name of its mesh, where the module has units over several; empty for the first.
 
     Attributes:
-        running: Number of forward calls in progress.
+        doing: What it does.
+        running: Number of forward calls in progress, recomputations too.
         forwards: Number of forward calls since the last backward that a backward may follow, without
             recomputations.
         casts: Casts of inputs and outputs.
@@ -207,6 +223,7 @@ class Unit:
         if self.buffer_casts.casts:
             self.plug_ins.attach(CastBuffers())
         self.fqn = mesh_label
+        self.doing = Doing.REST
         self.running = self.forwards = 0
         self.nested = False
         self._choose_casts()
@@ -458,7 +475,54 @@ class Unit:
         self.step.hook_leaves(self)
         return True
 
-    # backward
+    # what it does
+
+    def _turn(self, doing: Doing) -> None:
+        assert (self.doing, doing) in TURNS, (self.doing, doing)
+        self.doing = doing
+
+    def begin_call(self, recompute: bool) -> None:
+        """Notes that a forward call begins; a recomputation is part of a backward."""
+        self.running += 1
+        if not recompute and self.doing is not Doing.FORWARD:
+            self._turn(Doing.FORWARD)
+
+    def end_call(self) -> None:
+        """Notes that a forward call is over."""
+        self.running -= 1
+        if self.doing is Doing.FORWARD and not self.running:
+            self._turn(Doing.REST)
+
+    def await_backward(self, every: bool) -> None:
+        """Prepares for a backward of the tree, which may not reach the unit; see `Arrivals` for `every`."""
+        if self.doing is Doing.OVER:
+            self._turn(Doing.REST)
+        self.arrivals.begin(every)
+
+    def reach(self) -> None:
+        """Notes that the tree's backward has reached the unit."""
+        if self.doing is not Doing.BACKWARD:
+            self._turn(Doing.BACKWARD)
+
+    def end_backward(self) -> bool:
+        """Ends the unit's backward; returns whether one was running."""
+        if self.doing is not Doing.BACKWARD:
+            return False
+        self._turn(Doing.OVER)
+        self.arrivals.end()
+        return True
+
+    def forget_backward(self) -> None:
+        """Ends the unit's backward, if one runs, though gradients may be missing."""
+        self.end_backward()
+        self.arrivals.end()
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether the running backward, or the last one, has reached the unit."""
+        return self.doing in (Doing.BACKWARD, Doing.OVER)
+
+    # gradients
 
     def gradients_to_come(self) -> bool:
         """Whether the running backward will reach a leaf whose gradient has not arrived."""
@@ -479,13 +543,6 @@ class Unit:
             return True
         waits = gradients.unsummed and gradients.partly_summed and gradients.reduction is None
         return syncs and waits and not self.defers
-
-    @property
-    def doing(self) -> Doing:
-        """What the unit does now."""
-        if self.arrivals.progress is Progress.RUNNING:
-            return Doing.BACKWARD
-        return Doing.FORWARD if self.running else Doing.REST
 
 
 class ForwardCall:

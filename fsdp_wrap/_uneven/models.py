@@ -34,7 +34,7 @@ class Models:
         Args:
             ran: The steps in which it ran; it has just ended in the last one.
         """
-        reached = {unit for step in ran for unit in step.units if unit.arrivals.reached}
+        reached = {unit for step in ran for unit in step.units if unit.was_reached}
         numbers = {
             model
             for model, units in enumerate(self._units)

@@ -37,6 +37,7 @@ _USES = {
     Doing.REST: torchs.UseOfUnit.IDLE,
     Doing.FORWARD: torchs.UseOfUnit.FORWARD,
     Doing.BACKWARD: torchs.UseOfUnit.PRE_BACKWARD,
+    Doing.OVER: torchs.UseOfUnit.IDLE,
 }
 
 

@@ -257,7 +257,7 @@ class FlatHandle:
 def _computes(unit: Unit) -> bool:
     """Whether a unit's forward or backward runs on its full parameters."""
     unsharded = bool(unit.params) and unit.buffers.where is Where.FULL
-    return unsharded and unit.doing is not Doing.REST
+    return unsharded and unit.doing in (Doing.FORWARD, Doing.BACKWARD)
 
 
 # wrappers
@@ -369,4 +369,5 @@ class _Wrapper(FullyShardedDataParallel):
         uses = torch_common_utils.TrainingState
         if is_summoned(self._unit):
             return uses.SUMMON_FULL_PARAMS
-        return uses.IDLE if self._unit.doing is Doing.REST else uses.FORWARD_BACKWARD
+        computes = self._unit.doing in (Doing.FORWARD, Doing.BACKWARD)
+        return uses.FORWARD_BACKWARD if computes else uses.IDLE

@@ -24,7 +24,7 @@ from fsdp_wrap._comm import HostLane
 from fsdp_wrap._core import Computing, PlugIn, Precedence, SpanKind, count_step, counted_before, warn_caller
 from fsdp_wrap._core.torch_private import graph_task, hook_gradient, will_run
 from fsdp_wrap._params import Buffers
-from fsdp_wrap._runtime import Progress, Step, Unit, buffers_of, step_of
+from fsdp_wrap._runtime import Doing, Step, Unit, buffers_of, step_of
 from fsdp_wrap._state import NormInParts, scale_to
 from fsdp_wrap.optim._in_backward.unit_params import ScaledUnit, UnitParams
 from fsdp_wrap.optim._on_shards import put_in_order
@@ -364,7 +364,7 @@ class UnitUpdates(PlugIn):
         awaited, come = self._outputs.setdefault(unit, (set(), set()))
         awaited |= every
         come |= {number, *(before for before, node in earlier.items() if not will_run([node]))}
-        if unit.arrivals.progress is Progress.FINISHED:
+        if unit.doing is Doing.OVER:
             awaited.add(_NEVER)  # it is unsharded again, until the end
 
     def reduced(self, unit: Unit) -> None:
@@ -391,7 +391,7 @@ class UnitUpdates(PlugIn):
         if self._steps.waits or not self._last or unit.forwards > 1:
             return False
         awaited, come = self._outputs.get(unit, _NO_OUTPUTS)
-        if unit.arrivals.progress is not Progress.FINISHED or not awaited <= come:
+        if unit.doing is not Doing.OVER or not awaited <= come:
             return False
         gradients = unit.buffers.gradients  # of which a reduction or a sum may still be due
         return gradients.reduction is None and not (gradients.untaken or gradients.unsummed)
