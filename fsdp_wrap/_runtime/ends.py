@@ -35,7 +35,7 @@ def ends(unit: Unit, last_input: bool) -> Done:
     arrivals = unit.arrivals
     if torch.is_grad_enabled():  # create_graph: a later backward needs the leaves
         return Done.NOTHING
-    if unit.ends_together:
+    if unit.group:
         return _group_ends(unit, last_input)
     if last_input:
         if arrivals.missing and unit.gradients_to_come():
@@ -53,11 +53,10 @@ def _group_ends(unit: Unit, last_input: bool) -> Done:
     All ranks must end them at the same place: the last input of the unit around them is one, where none of
     their gradients is to come. The final callback ends all others.
     """
-    first = unit.tied_to or unit
+    first = unit.group[0]
     if not first.arrivals.inputs_done or first.forwards > 1 or (unit.arrivals.missing and not last_input):
         return Done.NOTHING
-    group = (first, *first.tied)
-    if any([member.gradients_to_come() for member in group]):
+    if any([member.gradients_to_come() for member in unit.group]):
         return Done.NOTHING
-    needed = any([member.buffers.stays is Until.END for member in group])
+    needed = any([member.buffers.stays is Until.END for member in unit.group])
     return Done.GRADIENTS if needed else Done.ALL

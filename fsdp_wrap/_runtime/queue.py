@@ -142,7 +142,7 @@ class Queue:
 
     def gradients_come(self, unit: Unit) -> None:
         """Makes room when a quarter of a unit's gradients have come."""
-        if unit.arrivals.quarter_came and self.busy and not unit.ends_together:
+        if unit.arrivals.quarter_came and self.busy and not unit.group:
             self.make_room(unit.options.most_reducing - 1)
 
     def before_gradients(self, unit: Unit, phase: Phase) -> None:

@@ -292,8 +292,7 @@ class Step(UnitTree):
         over = ends(unit, last_input)
         if over is Done.NOTHING:
             return
-        first = unit.tied_to or unit
-        for ended in (first, *first.tied):
+        for ended in unit.group or (unit,):
             if over is Done.ALL:
                 self.leave_backward(ended, Phase.BACKWARD)
             self.take_gradients(ended, Phase.BACKWARD)

@@ -178,6 +178,8 @@ class Unit:
         plug_ins: What is attached to it, to its steps and to all steps.
         tied: Units below it that some ranks may skip: they run, and end their backwards, whenever it does.
         tied_to: The unit that has this one in its `tied`, if any.
+        group: The units that end their backwards together, since some ranks may have gradients that this one
+            lacks: that to which others are tied, and these. Empty if it ends alone.
         companions: All units that run whenever it does: lenders and tied ones.
         follows: Whether it is a companion that leaves prefetches to the unit with which it runs.
         arrivals: Gradients that have come in the running backward.
@@ -217,6 +219,7 @@ class Unit:
         self.initial = initial
         self.lenders = self.companions = lenders
         self.tied: Sequence[Unit] = ()
+        self.group: Sequence[Unit] = ()
         self.tied_to: Unit | None = None
         self.mesh_label, self.follows = mesh_label, bool(mesh_label)
         self.buffer_casts = buffer_casts or BufferCasts((), None)
@@ -286,11 +289,8 @@ class Unit:
         self.companions = (*self.lenders, *self.tied)
         for tied in units:
             tied.tied_to, tied.tied, tied.companions, tied.follows = self, (), tied.lenders, True
-
-    @property
-    def ends_together(self) -> bool:
-        """Whether its backward ends with others': some ranks may have gradients that this one lacks."""
-        return bool(self.tied) or self.tied_to is not None
+        for member in (group := (self, *self.tied)):
+            member.group = group
 
     @property
     def name(self) -> str:
@@ -571,7 +571,7 @@ class ForwardCall:
         self._awaited = will_run(inputs) if len(inputs) > 1 else len(inputs)
         arrivals = self.unit.arrivals
         arrivals.open_calls += self.watched > 0
-        if self.unit.ends_together:
+        if self.unit.group:
             arrivals.owes = self.unit.buffers.segments.trainable
 
     def input_done(self) -> bool:
