@@ -5,6 +5,7 @@ May import: `_core`, `_comm`, `_params`.
 Must never know: state dicts, and which front-end made a unit.
 """
 
+from fsdp_wrap._runtime.doing import Doing
 from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.forward import inside_transforms, run_forward, step_of
 from fsdp_wrap._runtime.order import ExecOrder
@@ -12,7 +13,6 @@ from fsdp_wrap._runtime.queue import Queue, Reducing
 from fsdp_wrap._runtime.stays import after_backward
 from fsdp_wrap._runtime.step import Step
 from fsdp_wrap._runtime.unit import (
-    Doing,
     ForwardCall,
     Unit,
     UnitOptions,

@@ -10,7 +10,8 @@ from torch.autograd.graph import Node
 
 from fsdp_wrap._core import Phase
 from fsdp_wrap._params import Until
-from fsdp_wrap._runtime.unit import Doing, ForwardCall, Unit
+from fsdp_wrap._runtime.doing import Doing
+from fsdp_wrap._runtime.unit import ForwardCall, Unit
 
 
 class WaitingCall(NamedTuple):

@@ -19,13 +19,14 @@ from torch.autograd.graph import Node
 from fsdp_wrap._core import Computing, Phase, ValueSeam, step_in_backward, with_optimizers
 from fsdp_wrap._core.torch_private import execution_engine, graph_task, hook_gradient
 from fsdp_wrap._params import Until, Where
+from fsdp_wrap._runtime.doing import Doing
 from fsdp_wrap._runtime.double_backward import watched
 from fsdp_wrap._runtime.ends import Done, ends
 from fsdp_wrap._runtime.queue import Queue
 from fsdp_wrap._runtime.refusals import refuse_graph
 from fsdp_wrap._runtime.stays import Stays, after_backward
 from fsdp_wrap._runtime.tree import NONE_RUNS, UnitTree
-from fsdp_wrap._runtime.unit import Doing, ForwardCall, Unit, hooked_for
+from fsdp_wrap._runtime.unit import ForwardCall, Unit, hooked_for
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 

@@ -6,7 +6,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +34,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import EDITABLE, graph_task, made_by, will_run
 from fsdp_wrap._params import Buffers, NoBuffers, Segment, ShardedParams, Until, Where
-from fsdp_wrap._runtime.arrivals import Arrivals
+from fsdp_wrap._runtime.doing import Activity
 
 
 @dataclass(frozen=True)
@@ -87,35 +86,6 @@ class UnitOptions:
         return replace(self, forward_targets=forward, backward_targets=backward)
 
 
-class Doing(Enum):
-    """What a unit does.
-
-    Attributes:
-        REST: Nothing, and no backward has reached it since its last forward began.
-        FORWARD: A forward call of it runs.
-        BACKWARD: The tree's backward has reached it and not left it; forward calls inside recompute.
-        OVER: Nothing: its part of the running backward, or of the last one, is over.
-    """
-
-    REST = "rest"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OVER = "backward over"
-
-
-TURNS = (
-    (Doing.REST, Doing.FORWARD),
-    (Doing.OVER, Doing.FORWARD),
-    (Doing.FORWARD, Doing.REST),
-    (Doing.REST, Doing.BACKWARD),
-    (Doing.FORWARD, Doing.BACKWARD),  # a backward inside the forward
-    (Doing.OVER, Doing.BACKWARD),  # of another forward call, or of another graph
-    (Doing.BACKWARD, Doing.OVER),
-    (Doing.OVER, Doing.REST),
-)
-"""The moves that are allowed."""
-
-
 class CastBuffers(PlugIn):
     """Shows the buffers of its unit in the buffer dtype to each forward, or as they are in full precision."""
 
@@ -153,7 +123,7 @@ class StepState(ABC):
         """Hooks leaves that need gradients now, as their sharded parameters do, and have no hook yet."""
 
 
-class Unit:
+class Unit(Activity):
     """A wrapped module with the parameters that it owns.
 
     Args:
@@ -169,8 +139,6 @@ class Unit:
         mesh_label: Name of its mesh, where the module has units over several; empty for the first.
 
     Attributes:
-        doing: What it does.
-        running: Number of forward calls in progress, recomputations too.
         forwards: Number of forward calls since the last backward that a backward may follow, without
             recomputations.
         casts: Casts of inputs and outputs.
@@ -182,7 +150,6 @@ class Unit:
             lacks: that to which others are tied, and these. Empty if it ends alone.
         companions: All units that run whenever it does: lenders and tied ones.
         follows: Whether it is a companion that leaves prefetches to the unit with which it runs.
-        arrivals: Gradients that have come in the running backward.
         hooked: The segments' `hookings` when leaves were hooked last.
         all_train: Whether every leaf needs a gradient.
         kept_module: Its module, if it keeps it alive, since other units use its parameters; else None.
@@ -207,6 +174,7 @@ class Unit:
         initial: Callable[[Sequence[ShardedParams]], list[str]] | None = None,
         mesh_label: str = "",
     ) -> None:
+        super().__init__()
         self._module = weakref.ref(module, self._dissolve)
         self.kept_module = module if parts else None  # a group of parts has no other owner
         self.parts = frozenset(parts)
@@ -226,15 +194,13 @@ class Unit:
         if self.buffer_casts.casts:
             self.plug_ins.attach(CastBuffers())
         self.fqn = mesh_label
-        self.doing = Doing.REST
-        self.running = self.forwards = 0
+        self.forwards = 0
         self.nested = False
         self._choose_casts()
         self.step: StepState | None = None
         self._hooked: set[nn.Parameter] = set()
         self.hooked = -1
         self.all_train = not buffers.params
-        self.arrivals = Arrivals()
 
     @property
     def module(self) -> nn.Module:
@@ -474,53 +440,6 @@ class Unit:
             return False
         self.step.hook_leaves(self)
         return True
-
-    # what it does
-
-    def _turn(self, doing: Doing) -> None:
-        assert (self.doing, doing) in TURNS, (self.doing, doing)
-        self.doing = doing
-
-    def begin_call(self, recompute: bool) -> None:
-        """Notes that a forward call begins; a recomputation is part of a backward."""
-        self.running += 1
-        if not recompute and self.doing is not Doing.FORWARD:
-            self._turn(Doing.FORWARD)
-
-    def end_call(self) -> None:
-        """Notes that a forward call is over."""
-        self.running -= 1
-        if self.doing is Doing.FORWARD and not self.running:
-            self._turn(Doing.REST)
-
-    def await_backward(self, every: bool) -> None:
-        """Prepares for a backward of the tree, which may not reach the unit; see `Arrivals` for `every`."""
-        if self.doing is Doing.OVER:
-            self._turn(Doing.REST)
-        self.arrivals.begin(every)
-
-    def reach(self) -> None:
-        """Notes that the tree's backward has reached the unit."""
-        if self.doing is not Doing.BACKWARD:
-            self._turn(Doing.BACKWARD)
-
-    def end_backward(self) -> bool:
-        """Ends the unit's backward; returns whether one was running."""
-        if self.doing is not Doing.BACKWARD:
-            return False
-        self._turn(Doing.OVER)
-        self.arrivals.end()
-        return True
-
-    def forget_backward(self) -> None:
-        """Ends the unit's backward, if one runs, though gradients may be missing."""
-        self.end_backward()
-        self.arrivals.end()
-
-    @property
-    def was_reached(self) -> bool:
-        """Whether the running backward, or the last one, has reached the unit."""
-        return self.doing in (Doing.BACKWARD, Doing.OVER)
 
     # gradients
 
