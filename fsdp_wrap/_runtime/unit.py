@@ -255,7 +255,8 @@ class Unit(Activity):
         self.companions = (*self.lenders, *self.tied)
         for tied in units:
             tied.tied_to, tied.tied, tied.companions, tied.follows = self, (), tied.lenders, True
-        for member in (group := (self, *self.tied)):
+        group = (self, *self.tied) if self.tied else ()
+        for member in group:
             member.group = group
 
     @property
