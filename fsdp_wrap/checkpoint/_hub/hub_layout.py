@@ -201,11 +201,11 @@ class HubLayout:
 
     def _initialiser(self, path: str) -> Any:
         """Returns what initialises a module: the method of the innermost model around it."""
-        names, found = path.split(".") if path else [], self._model
+        names, innermost = path.split(".") if path else [], self._model
         for end in range(1, len(names) + 1):
             around = self._model.get_submodule(".".join(names[:end]))
-            found = around if hasattr(around, "_init_weights") else found
-        return found._init_weights
+            innermost = around if hasattr(around, "_init_weights") else innermost
+        return innermost._init_weights
 
     def _ignores(self, *names: str) -> bool:
         """Whether the model's class says that a file may have a tensor which it does not use."""

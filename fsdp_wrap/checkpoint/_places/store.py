@@ -53,8 +53,8 @@ class Store(StepPlace):
 
     def _whole(self, folders: list[RemotePath]) -> dict[int, RemotePath]:
         """Returns those with a manifest by number, newest first; of a step the latest save."""
-        found = {self._number(folder): folder for folder in folders if (folder / MANIFEST).is_file()}
-        return dict(sorted(found.items(), reverse=True))
+        by_number = {self._number(folder): folder for folder in folders if (folder / MANIFEST).is_file()}
+        return dict(sorted(by_number.items(), reverse=True))
 
     def _number(self, folder: RemotePath) -> int:
         return int(folder.name[5:].partition(".")[0])
