@@ -69,13 +69,13 @@ def run(asked: list[Question], folder: Path, settings: Settings) -> Path:
     return page
 
 
-def _beside(before: dict[str, Any] | None, found: dict[str, Any]) -> dict[str, Any]:
+def _beside(before: dict[str, Any] | None, anew: dict[str, Any]) -> dict[str, Any]:
     """Puts tables beside those that were not asked for anew, and tells of them when they were measured."""
     if before is None:
-        return found
-    when = {key: value for key, value in found.items() if key != "figures"}
-    later = {**before.get("later", {}), **dict.fromkeys(found["figures"], when)}
-    return {**before, "figures": {**before["figures"], **found["figures"]}, "later": later}
+        return anew
+    when = {key: value for key, value in anew.items() if key != "figures"}
+    later = {**before.get("later", {}), **dict.fromkeys(anew["figures"], when)}
+    return {**before, "figures": {**before["figures"], **anew["figures"]}, "later": later}
 
 
 def main() -> None:

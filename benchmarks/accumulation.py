@@ -70,7 +70,7 @@ def _of(way: str) -> dict[str, float]:
             backward()
         if step == 0:
             optimizer.step()
-    full = sum(each.numel() * each.element_size() for each in model.parameters()) * RANKS / COPIES
+    full = sum(param.numel() * param.element_size() for param in model.parameters()) * RANKS / COPIES
     return {
         "waits, of all gradients": waits / full,
         "gathers": travelling.calls["gathers"],
@@ -86,9 +86,9 @@ def _live_bytes() -> int:
     dist.barrier()
     time.sleep(0.2)
     gc.collect()
-    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    storages = [each.untyped_storage() for each in found]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def ask(settings: Settings) -> Figures:

@@ -86,8 +86,8 @@ def measure(case: str, name: str, rounds: int, folder: str) -> dict[str, float]:
     competitor = COMPETITORS[name](SAVED[case])
     times: dict[str, list[float]] = {}
     for turn in range(WARMUP + rounds):
-        found = _turn(competitor, Path(folder, name), STEPS if turn >= WARMUP else 1)
-        for what, seconds in found.items() if turn >= WARMUP else ():
+        taken = _turn(competitor, Path(folder, name), STEPS if turn >= WARMUP else 1)
+        for what, seconds in taken.items() if turn >= WARMUP else ():
             times.setdefault(what, []).append(seconds)
     return _row(slowest(times))
 
@@ -102,7 +102,7 @@ def _turn(competitor: Any, folder: Path, steps: int) -> dict[str, float]:
         "beside": lambda: _steps(competitor, steps),
         "rest": lambda: waiting.pop()(),
     }
-    found = {}
+    taken = {}
     for what, act in acts.items():
         if what in ("save", "held"):
             _empty(folder)
@@ -110,8 +110,8 @@ def _turn(competitor: Any, folder: Path, steps: int) -> dict[str, float]:
             dist.barrier()
         started = time.perf_counter()
         act()
-        found[what] = time.perf_counter() - started
-    return found
+        taken[what] = time.perf_counter() - started
+    return taken
 
 
 def _empty(folder: Path) -> None:

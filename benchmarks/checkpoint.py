@@ -217,10 +217,10 @@ def ask(settings: Settings) -> Figures:
         usual, rounds = BESIDE.get(case, USUAL), settings.rounds or ROUNDS
         names = settings.implementations([*COMPETITORS] if settings.impl else usual)
         with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(measure, settings.ranks, case, names, rounds, folder)
-        for operation, times in found["times"].items():
+            measured = run_ranks(measure, settings.ranks, case, names, rounds, folder)
+        for operation, times in measured["times"].items():
             figures[f"{case}, {operation}"] = compare(times, BASELINES)
-        figures[f"{case}, megabytes"] = found["counts"]
+        figures[f"{case}, megabytes"] = measured["counts"]
     return figures
 
 

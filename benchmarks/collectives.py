@@ -119,8 +119,8 @@ def _figures(what: str, size: int, rounds: int, ways: Mapping[str, Start]) -> Ta
     table = {way: {"us": 1e6 * seconds, "GB/s": size / seconds / 1e9} for way, seconds in alone.items()}
     if what in OVERLAP and size <= MOST_OVERLAPPED:
         del timed[MEMORY_COPY], alone[MEMORY_COPY]  # which holds its caller up
-        for way, each in timed.items():
-            table[way]["issue"], each.pause = statistics.median(each.issue[2:]) / alone[way], alone[way]
+        for way, timing in timed.items():
+            table[way]["issue"], timing.pause = statistics.median(timing.issue[2:]) / alone[way], alone[way]
         for way, seconds in _medians(interleave(timed, rounds, warmup=0)).items():
             table[way]["sleep"] = seconds / alone[way]
     return table
@@ -141,13 +141,13 @@ def _medians(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 def ask(settings: Settings) -> Figures:
     """Returns a table by way and size for each operation and figure."""
-    found: dict[str, dict[str, Table]] = {}
+    by_operation: dict[str, dict[str, Table]] = {}
     for case in settings.cases_of([*SIZES], usual=[*SIZES][1:]):
         rounds = settings.rounds or max(5, min(60, 100 * MB // SIZES[case]))
         for what, table in run_ranks(measure, settings.ranks, SIZES[case], rounds).items():
-            found.setdefault(what, {})[case] = table
+            by_operation.setdefault(what, {})[case] = table
     figures: Figures = {}
-    for what, tables in found.items():
+    for what, tables in by_operation.items():
         for figure in ("us", "GB/s", *(("issue", "sleep") if what in OVERLAP else ())):
             figures[f"{what}, {figure}"] = _by_size(tables, figure)
         for row in figures[f"{what}, GB/s"].values():

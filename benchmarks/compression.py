@@ -70,7 +70,7 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            sizes = [sum(t.nbytes for t in tree_iter(each) if isinstance(t, torch.Tensor)) for each in args]
+            sizes = [sum(t.nbytes for t in tree_iter(arg) if isinstance(t, torch.Tensor)) for arg in args]
             self.needed += max(sizes) * (1 - 1 / dist.get_world_size())
         return result
 
@@ -117,22 +117,22 @@ def measure(case_name: str, steps: int | None) -> dict[str, Any]:
     trainings = {way: Training(case, way, corpus) for way in WAYS}
     turns = {way: training.step for way, training in trainings.items()}
     times = interleave(turns, rounds=(steps or case.steps) - WARMUP, warmup=WARMUP)
-    found = {}
+    rows = {}
     for way, training in trainings.items():
         losses = torch.tensor(training.losses)
         dist.all_reduce(losses)
-        found[way] = {
+        rows[way] = {
             "losses": (losses / dist.get_world_size()).tolist(),
             "seconds": times[way],
             "bytes": training.bytes_of_a_step(),
             "held_out": training.held_out_loss(),
         }
-    return found
+    return rows
 
 
-def summary(found: dict[str, Any]) -> Table:
+def summary(rows: dict[str, Any]) -> Table:
     """Returns bytes, time and losses of each way."""
-    base = found["fp32"]
+    base = rows["fp32"]
     return {
         way: {
             "MB a step": row["bytes"] / 1e6,
@@ -142,17 +142,17 @@ def summary(found: dict[str, Any]) -> Table:
             "held out": row["held_out"],
             "drift %": 100 * (row["held_out"] / base["held_out"] - 1),
         }
-        for way, row in found.items()
+        for way, row in rows.items()
     }
 
 
-def curves(found: dict[str, Any]) -> Table:
+def curves(rows: dict[str, Any]) -> Table:
     """Returns mean losses of equal stretches of the training."""
-    length = max(1, len(found["fp32"]["losses"]) // POINTS)
+    length = max(1, len(rows["fp32"]["losses"]) // POINTS)
     starts = range(0, length * POINTS, length)
     return {
         way: {f"to {at + length}": statistics.fmean(row["losses"][at : at + length]) for at in starts}
-        for way, row in found.items()
+        for way, row in rows.items()
     }
 
 
@@ -161,9 +161,9 @@ def ask(settings: Settings) -> Figures:
     figures = {}
     for name in settings.cases_of([*CASES], usual=["small"]):
         steps = max(settings.rounds or CASES[name].steps, WARMUP + POINTS)
-        found = run_ranks(measure, settings.ranks, name, steps)
-        figures[name] = summary(found)
-        figures[f"{name}, mean loss"] = curves(found)
+        rows = run_ranks(measure, settings.ranks, name, steps)
+        figures[name] = summary(rows)
+        figures[f"{name}, mean loss"] = curves(rows)
     return figures
 
 

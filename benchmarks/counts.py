@@ -60,7 +60,7 @@ def _experts(name: str) -> Step:
     """Makes a step of layers whose experts are spread over two ranks, and sharded over their ranks."""
     mesh = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("edp", "ep"))
     model = _units(lambda: ExpertsBlock(WIDTH, RANKS))
-    experts = {_spread(block, each, mesh["ep"]) for block in model.children() for each in ("up", "down")}
+    experts = {_spread(block, matrix, mesh["ep"]) for block in model.children() for matrix in ("up", "down")}
     info = torch_common.FSDPMeshInfo(mesh=mesh["edp"], shard_mesh_dim=0)
     told = torch_common.ShardPlacementResult(placement=None, mesh_info=info)
     given = {
@@ -82,7 +82,7 @@ def _by_function(name: str, model: nn.Module, **options: Any) -> nn.Module:
     from fsdp_wrap import fully_shard
 
     apply: Callable[..., Any] = fully_shard if name.startswith("fully_shard") else torch_fsdp.fully_shard
-    for unit in (*(each for each in model.children() if isinstance(each, Block)), model):
+    for unit in (*(child for child in model.children() if isinstance(child, Block)), model):
         apply(unit, **options)
     return model
 

@@ -19,7 +19,7 @@ def follow(address: str, timeout: float = 120.0) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for message in received(Pair(address, receives=True, timeout=timeout)):
         if message.whole:
-            state = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in message.metadata}
+            state = {meta.name: torch.empty(meta.shape, dtype=meta.dtype) for meta in message.metadata}
         message.apply(state)
     return state
 

@@ -86,21 +86,21 @@ class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and "allgather" in func.name():
-            self.bytes += sum(each.numel() * each.element_size() for each in tree_leaves(args[0]))
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(args[0]))
         return func(*args, **(kwargs or {}))
 
 
 def at_rest(model: nn.Module, plain: nn.Module) -> tuple[int, int]:
     """Returns the bytes of this rank's codes, and of the scales."""
-    matrices = [each for each in model.modules() if isinstance(each, Linear4bit)]
-    scales = [each.quant_state for each in matrices]
+    matrices = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    scales = [matrix.quant_state for matrix in matrices]
     of_scales = sum(
         tensor.numel() * tensor.element_size()
         for state in scales
         for tensor in state.as_dict().values()
         if isinstance(tensor, torch.Tensor)
     )
-    total = sum(each.numel() * each.element_size() for each in _shards(model))
+    total = sum(shard.numel() * shard.element_size() for shard in _shards(model))
     return total - beside(plain) // dist.get_world_size(), of_scales
 
 
@@ -127,15 +127,15 @@ class Figures:
 
 def figures(storage: str, way: str) -> Figures:
     """Measures all kinds, of which the largest figures count."""
-    found: list[tuple[float, int, int, int]] = []
+    rows: list[tuple[float, int, int, int]] = []
     for kind, twice in itertools.product(("nf4", "fp4"), (True, False)):
         plain, x = model_of(kind, STORAGES[storage], twice), torch.randn(4, WIDTH)
         model = WAYS[way](model_of(kind, STORAGES[storage], twice))
         codes, scales = at_rest(model, plain)
         with Received() as received:
             output = model(x)
-        found.append(((output - plain(x)).abs().max().item(), codes, scales, received.bytes - beside(plain)))
-    differs, codes_of, scales_of, gathered = zip(*found)
+        rows.append(((output - plain(x)).abs().max().item(), codes, scales, received.bytes - beside(plain)))
+    differs, codes_of, scales_of, gathered = zip(*rows)
     return Figures(max(differs), max(codes_of), tuple(sorted(set(scales_of))), max(gathered))
 
 

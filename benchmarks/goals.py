@@ -44,16 +44,16 @@ class Goal:
         """Returns the figure of one implementation, if it was measured."""
         question, title, column = self.place
         table = results.get(question, {}).get(title, {})
-        found = table.get(row, {}).get(column)
-        if found is None or not self.over:
-            return found
+        figure = table.get(row, {}).get(column)
+        if figure is None or not self.over:
+            return figure
         bases = [table[base][column] for base in self.over if base in table]
-        return found / min(bases) if bases else None
+        return figure / min(bases) if bases else None
 
     def met(self, results: Mapping[str, Figures]) -> bool | None:
         """Whether all of our implementations that were measured meet it; None if none was."""
-        found = [self.figure(results, row) for row in self.rows]
-        measured = [value for value in found if value is not None]
+        figures = [self.figure(results, row) for row in self.rows]
+        measured = [value for value in figures if value is not None]
         return max(measured) <= self.limit if measured else None
 
     def medians(self, results: Mapping[str, Figures], row: str) -> float | None:
@@ -344,29 +344,29 @@ class Verdict:
     """A goal with the figure of each implementation that took part."""
 
     goal: Goal
-    found: Mapping[str, float]
+    measured: Mapping[str, float]
 
     @property
     def met(self) -> bool:
         """Whether all that the goal names were measured and meet it."""
-        return set(self.found) == set(self.goal.rows) and max(self.found.values()) <= self.goal.limit
+        return set(self.measured) == set(self.goal.rows) and max(self.measured.values()) <= self.goal.limit
 
     def __str__(self) -> str:
-        measured = ", ".join(f"{row} {value:.3f}" for row, value in self.found.items()) or "not measured"
-        missing = [row for row in self.goal.rows if row not in self.found] if self.found else []
+        figures = ", ".join(f"{row} {value:.3f}" for row, value in self.measured.items()) or "not measured"
+        missing = [row for row in self.goal.rows if row not in self.measured] if self.measured else []
         without = f" (without {', '.join(missing)})" if missing else ""
-        over = any(value > self.goal.limit for value in self.found.values())
+        over = any(value > self.goal.limit for value in self.measured.values())
         told = "met" if self.met else "missed" if over else "open"
         about, limit = self.goal.about, self.goal.limit
-        return f"{told:6} {self.goal.name}: {about}: at most {limit:.3f}, {measured}{without}"
+        return f"{told:6} {self.goal.name}: {about}: at most {limit:.3f}, {figures}{without}"
 
 
 def verdicts(results: Mapping[str, Figures], goals: Sequence[Goal]) -> list[Verdict]:
     """Judges goals one by one."""
     judged = []
     for goal in goals:
-        found = {row: goal.figure(results, row) for row in goal.rows}
-        judged.append(Verdict(goal, {row: value for row, value in found.items() if value is not None}))
+        figures = {row: goal.figure(results, row) for row in goal.rows}
+        judged.append(Verdict(goal, {row: value for row, value in figures.items() if value is not None}))
     return judged
 
 
@@ -387,11 +387,11 @@ def judged(results: Mapping[str, Figures]) -> str:
     """Returns the goals as a table: our figures beside each, marked where they miss it."""
     lines = [f"| goal | | at most | {' | '.join(OURS)} | met |", f"|---|---|---:|{'---:|' * len(OURS)}---|"]
     for goal in GOALS:
-        found = {row: goal.figure(results, row) for row in goal.rows}
+        figures = {row: goal.figure(results, row) for row in goal.rows}
         met = _MET[goal.met(results)]
-        shown = {_COLUMNS.get(row, row): row for row in found}
+        shown = {_COLUMNS.get(row, row): row for row in figures}
         cells = (
-            _cell(found.get(name), goal.medians(results, name), goal.limit)
+            _cell(figures.get(name), goal.medians(results, name), goal.limit)
             for name in (shown.get(column, "") for column in OURS)
         )
         lines.append(f"| {goal.name} | {goal.about} | {goal.limit:.4g} | {' | '.join(cells)} | {met} |")

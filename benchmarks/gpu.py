@@ -136,20 +136,20 @@ def measure_memory(case: Case, name: str, device: str) -> dict[str, float]:
     place = torch.device(device)
     _load_kernels(place)
     before = torch.cuda.memory_allocated() if place.type == "cuda" else 0
-    each = Trained(name, placed(case, place))
-    each.step()
-    each.step()
-    each.optimizer.zero_grad()
+    trained = Trained(name, placed(case, place))
+    trained.step()
+    trained.step()
+    trained.optimizer.zero_grad()
     gc.collect()
     if place.type != "cuda":
-        peak = tensors(each.pass_through).peak
+        peak = tensors(trained.pass_through).peak
         return {"peak MB": peak / 1e6, "blocks": peak / largest_block(case)}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    each.pass_through()
+    trained.pass_through()
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    peak = allocated - before - sharded_state(each)
+    peak = allocated - before - sharded_state(trained)
     return {
         "peak MB": peak / 1e6,
         "blocks": peak / largest_block(case),
@@ -175,7 +175,8 @@ def measure_speed(
     """Measures a step on the only rank; it ends with the loss on the host, so all has run."""
     where = placed(case, torch.device(device), getattr(torch, dtype))
     competitors = {name: Trained(name, where, fused=True) for name in (PLAIN, *names)}
-    return interleave({name: each.step for name, each in competitors.items()}, rounds or case.rounds, 5)
+    steps = {name: competitor.step for name, competitor in competitors.items()}
+    return interleave(steps, rounds or case.rounds, 5)
 
 
 # --- offload ------------------------------------------------------------------------------------------
@@ -258,11 +259,11 @@ def in_turn(visits: list[tuple[str, dict[str, Any]]], params: int) -> Table:
     Competitors of this size do not fit beside each other. So each is visited twice, in an order that a
     machine which gets faster or slower favours nobody by.
     """
-    least = statistics.median(found["least"] for _, found in visits)
+    least = statistics.median(row["least"] for _, row in visits)
     table: Table = {}
     for name in dict.fromkeys(name for name, _ in visits):
-        times = [seconds for visited, found in visits if visited == name for seconds in found["s"]]
-        tokens = next(found["tokens"] for visited, found in visits if visited == name)
+        times = [seconds for visited, row in visits if visited == name for seconds in row["s"]]
+        tokens = next(row["tokens"] for visited, row in visits if visited == name)
         median = statistics.median(times)
         table[name] = {
             "s": median,
@@ -322,13 +323,13 @@ def measure_overlap(name: str, case: Case, device: str, offload: bool) -> dict[s
         for _ in range(3):
             step()
         _synchronize()
-        found = record(step, 3, _streams(place))
-    row = {"waits of the host": statistics.median(found.waits)}
+        timeline = record(step, 3, _streams(place))
+    row = {"waits of the host": statistics.median(timeline.waits)}
     if place.type == "cuda":
-        row["compute ms"] = found.busy(COMPUTE) / 3e3
+        row["compute ms"] = timeline.busy(COMPUTE) / 3e3
         for purpose in ("gather", "reduce"):
-            row[f"{purpose} ms"] = found.busy(purpose) / 3e3
-            row[f"{purpose} exposed"] = 1 - found.beside(purpose)
+            row[f"{purpose} ms"] = timeline.busy(purpose) / 3e3
+            row[f"{purpose} exposed"] = 1 - timeline.beside(purpose)
     return row
 
 
@@ -378,8 +379,8 @@ class _Asking:
             return None
 
     def _rows(self, what: str, names: list[str], ask: Callable[[str], Any]) -> Table:
-        found = {name: self._attempt(f"{what}: {name}", partial(ask, name)) for name in names}
-        return {name: row for name, row in found.items() if row is not None}
+        rows = {name: self._attempt(f"{what}: {name}", partial(ask, name)) for name in names}
+        return {name: row for name, row in rows.items() if row is not None}
 
     def memory(self) -> Figures:
         """Returns a table for each number of ranks; every implementation in a process of its own."""
@@ -406,8 +407,8 @@ class _Asking:
         visits = []
         for name in (*names, *reversed(names)):
             arguments = (self.scale, name, self.settings.rounds)
-            found = self._attempt(f"offload: {name}", partial(self._alone, _offload, arguments=arguments))
-            visits += [] if found is None else [(name, found)]
+            row = self._attempt(f"offload: {name}", partial(self._alone, _offload, arguments=arguments))
+            visits += [] if row is None else [(name, row)]
         return {"offload": in_turn(visits, parameters(self.scale.at("huge")))} if visits else {}
 
     def overlap(self) -> Figures:
@@ -512,8 +513,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmarks.gpu needs a CUDA device and finds none (try --dry-run)", file=sys.stderr)
         return 2
-    found = ask_parsed(QUESTION, parser, options)
-    judged = verdicts({QUESTION.name: found["figures"]}, [goal for goal in GOALS if goal.place[0] == "gpu"])
+    answered = ask_parsed(QUESTION, parser, options)
+    goals = [goal for goal in GOALS if goal.place[0] == "gpu"]
+    judged = verdicts({QUESTION.name: answered["figures"]}, goals)
     print("\n" + "\n".join(map(str, judged)))
     return 0 if all(verdict.met for verdict in judged) else 1
 

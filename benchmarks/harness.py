@@ -119,10 +119,10 @@ def ask_parsed(
         parser.error(str(error))
     preload()
     print(", ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
-    found = answer(question, settings)
+    answered = answer(question, settings)
     if path:
-        path.write_text(json.dumps(found, indent=1) + "\n")
-    return found
+        path.write_text(json.dumps(answered, indent=1) + "\n")
+    return answered
 
 
 def answer(question: Question, settings: Settings) -> dict[str, Any]:

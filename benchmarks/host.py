@@ -31,7 +31,7 @@ def measure(
     """Returns seconds per unit and step beyond those of the plain model; called on a fake group."""
     case = stacked(BLOCKS, parameters)
     competitors = {name: Trained(name, case, fused=True) for name in (PLAIN, *names)}
-    turns = {name: each.pass_through for name, each in competitors.items()}
+    turns = {name: competitor.pass_through for name, competitor in competitors.items()}
     times = interleave(turns, rounds or case.rounds, warmup=5, clock=clock)
     plain = statistics.median(times.pop(PLAIN))
     return {name: [(seconds - plain) / BLOCKS for seconds in mine] for name, mine in times.items()}

@@ -32,7 +32,7 @@ def _medians(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str,
             action()
             if number:
                 times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def measure_step(case: str, threads: int, rounds: int) -> Table:
@@ -50,10 +50,10 @@ def measure_step(case: str, threads: int, rounds: int) -> Table:
         param = nn.Parameter(torch.rand(numel))
         param.grad = b
         actions[name] = make([param]).step
-    found = _medians(actions, rounds)
-    rate = 12 * numel / found.pop("memory")  # bytes a second
+    medians = _medians(actions, rounds)
+    rate = 12 * numel / medians.pop("memory")  # bytes a second
     table = {"memory": {"GB/s": rate / 1e9}}
-    for name, seconds in found.items():
+    for name, seconds in medians.items():
         nbytes = numel * ELEMENT[torch.bfloat16 if "bfloat16" in name else torch.float32]
         floor = nbytes / rate
         row = {"ms": 1e3 * seconds, "GB/s": nbytes / seconds / 1e9, "/ memory": seconds / floor}
@@ -83,9 +83,9 @@ def measure_beside(tiny: bool, rounds: int) -> Table:
         return run
 
     ways = {"step after the backward": trained(None), "in it": trained(False), "in a thread": trained(True)}
-    found = _medians(ways, rounds)
-    after = found["step after the backward"]
-    return {name: {"ms": 1e3 * seconds, "/ after": seconds / after} for name, seconds in found.items()}
+    medians = _medians(ways, rounds)
+    after = medians["step after the backward"]
+    return {name: {"ms": 1e3 * seconds, "/ after": seconds / after} for name, seconds in medians.items()}
 
 
 def ask(settings: Settings) -> Figures:

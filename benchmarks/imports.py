@@ -57,7 +57,7 @@ def measure(rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         for name, (module, before) in cases.items():
             times[name].append(milliseconds(module, before))
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: statistics.median(durations) for name, durations in times.items()}
 
 
 def _printed(code: str, *arguments: str) -> str:

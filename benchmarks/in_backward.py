@@ -30,25 +30,25 @@ class InBackward(Trained):
 def measure_fake(case: str) -> Table:
     """Returns the phases of each implementation by its tensors, with and without; called on a fake group."""
     chosen = SHORT_CASES[case]
-    found = {name: phases_of(partial(Trained, name, chosen), chosen) for name in (BASE, *IN_BACKWARD)}
+    rows = {name: phases_of(partial(Trained, name, chosen), chosen) for name in (BASE, *IN_BACKWARD)}
     for name, steps in IN_BACKWARD.items():
-        found[steps] = phases_of(partial(InBackward, name, chosen), chosen)
-    base = found[BASE]["backward"]
-    return {name: {**row, f"/ {BASE}": row["backward"] / base} for name, row in found.items()}
+        rows[steps] = phases_of(partial(InBackward, name, chosen), chosen)
+    base = rows[BASE]["backward"]
+    return {name: {**row, f"/ {BASE}": row["backward"] / base} for name, row in rows.items()}
 
 
 def measure_losses(case: str) -> Table:
     """Returns the largest difference of a loss from that of a later step; called on every rank."""
-    found = {}
+    rows = {}
     for name, steps in IN_BACKWARD.items():
-        each, usual = InBackward(name, SHORT_CASES[case]), Trained(name, SHORT_CASES[case])
+        trained, usual = InBackward(name, SHORT_CASES[case]), Trained(name, SHORT_CASES[case])
         differs = 0.0
         for _ in range(STEPS):
-            each.step()
+            trained.step()
             usual.step()
-            differs = max(differs, abs(each.loss - usual.loss))
-        found[steps] = {"difference of a loss": differs, "last loss": each.loss}
-    return found
+            differs = max(differs, abs(trained.loss - usual.loss))
+        rows[steps] = {"difference of a loss": differs, "last loss": trained.loss}
+    return rows
 
 
 def ask(settings: Settings) -> Figures:

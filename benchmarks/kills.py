@@ -33,9 +33,9 @@ IN_MEMORY = Path("/dev/shm")
 
 def drawn(count: int, kinds: tuple[str, ...], chosen: random.Random) -> list[str]:
     """Draws kinds: all equally often, as far as the number allows, in any order."""
-    found = [kinds[number % len(kinds)] for number in range(count)]
-    chosen.shuffle(found)
-    return found
+    order = [kinds[number % len(kinds)] for number in range(count)]
+    chosen.shuffle(order)
+    return order
 
 
 def of_hosts(
@@ -53,11 +53,11 @@ def of_hosts(
             some = kinds[len(events) : len(events) + OF_A_RUN]
             places = Path(memory, str(len(events))), Path(disk, str(len(events)))
             with host_kills.run_on(options, *places, options.step_seconds) as run:
-                found, loss = host_kills.disturbed(run, options.steps, some, chosen)
-            events += found
+                kills, loss = host_kills.disturbed(run, options.steps, some, chosen)
+            events += kills
             apart = abs(loss - undisturbed) / undisturbed
             worst = max(worst, apart)
-            print(f"hosts: {loss:.6f} after {len(found)} kills, {apart:.4%} apart", flush=True)
+            print(f"hosts: {loss:.6f} after {len(kills)} kills, {apart:.4%} apart", flush=True)
     return events, worst
 
 
@@ -105,18 +105,18 @@ def main() -> None:
     events: list[Event] = []
     missed: list[str] = []
     if hosts := [kind for kind in kinds if kind in host_kills.KINDS]:
-        found, apart = of_hosts(options, hosts, chosen)
-        events += found
+        kills, apart = of_hosts(options, hosts, chosen)
+        events += kills
         missed += ["hosts end elsewhere"] if apart > APART else []
     if receivers := count[receiver_kills.RECEIVER]:
-        found, same = receiver_kills.disturbed(receivers, options.seed)
-        events += found
+        kills, same = receiver_kills.disturbed(receivers, options.seed)
+        events += kills
         told = "have the trainers' bits, and these are those of a run without" if same else "differ"
         print(f"receivers: after {receivers} kills they {told}", flush=True)
         missed += [] if same else ["receivers differ"]
     if groups := count[group_kills.GROUP]:
-        found, apart = of_groups(options, groups, chosen)
-        events += found
+        kills, apart = of_groups(options, groups, chosen)
+        events += kills
         missed += ["groups end elsewhere"] if apart > APART else []
     goals = dict.fromkeys(KINDS, 0)
     goals.update(dict.fromkeys((host_kills.RANK, host_kills.AGENT, host_kills.HOST), options.lose_at_most))

@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        made = (each(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in self._all)
+        made = (project(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for project in self._all)
         query, key, value = made
         query, key = rotated(query, *turns), rotated(key, *turns)
         shared = query.shape[1] != key.shape[1]

@@ -27,12 +27,12 @@ def _phases(make: Callable[[], Trained], block: int, meter: Meter) -> dict[str, 
     losses = []
 
     def build() -> None:
-        each = make()
-        each.step()
-        each.step()
-        each.optimizer.zero_grad()
+        trained = make()
+        trained.step()
+        trained.step()
+        trained.optimizer.zero_grad()
         gc.collect()
-        held.append(each)
+        held.append(trained)
 
     rest = meter(build)
     forward = meter(lambda: losses.append(held[0].forward()))
@@ -69,10 +69,10 @@ def _peak(rest: Lap, forward: Lap, backward: Lap) -> int:
     return rest.kept + max(forward.peak, forward.kept + backward.peak)
 
 
-def sharded_state(each: Trained) -> int:
+def sharded_state(trained: Trained) -> int:
     """Counts the bytes of this rank's parameters and optimizer state."""
-    state = [value for entry in each.optimizer.state.values() for value in entry.values()]
-    local = [getattr(value, "_local_tensor", value) for value in (*each.model.parameters(), *state)]
+    state = [value for entry in trained.optimizer.state.values() for value in entry.values()]
+    local = [getattr(value, "_local_tensor", value) for value in (*trained.model.parameters(), *state)]
     storages = (value.untyped_storage() for value in local)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

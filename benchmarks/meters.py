@@ -140,9 +140,9 @@ def _received_by(descriptor: int) -> int:
 
 def _told(file: str, key: str) -> int:
     """Reads a number of bytes from a file of the kernel."""
-    found = re.search(rf"^{key}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
-    assert found, f"this system does not tell {key}"
-    return 1024 * int(found[1])
+    match = re.search(rf"^{key}:\s+(\d+) kB$", Path(file).read_text(), re.MULTILINE)
+    assert match, f"this system does not tell {key}"
+    return 1024 * int(match[1])
 
 
 _KINDS = {

@@ -47,8 +47,8 @@ class SplitTransformerBlock(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm1(x)
-        each = (made(normed) for made in (self.query, self.key, self.value))
-        query, key, value = (one.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for one in each)
+        projected = (made(normed) for made in (self.query, self.key, self.value))
+        query, key, value = (one.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for one in projected)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.norm2(x))))

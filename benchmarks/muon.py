@@ -81,7 +81,7 @@ class WithMuon(Trained):
 
 
 def _matrices(model: torch.nn.Module) -> list[str]:
-    embeddings = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.Embedding)}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     named = model.named_parameters()
     return [name for name, param in named if param.dim() == 2 and id(param) not in embeddings]
 
@@ -90,12 +90,12 @@ def measure(case: str, names: list[str], rounds: int) -> dict[str, Any]:
     """Returns seconds of the optimizers' steps, bytes and floating-point operations; called on every rank."""
     competitors = {name: WithMuon(name, CASES[case]) for name in names}
     steps: dict[str, Callable[[], object]] = {}
-    for name, each in competitors.items():
-        each.pass_through()
-        steps[name] = each.muon.step
-        steps[f"{name}, AdamW"] = each.optimizer.step
+    for name, competitor in competitors.items():
+        competitor.pass_through()
+        steps[name] = competitor.muon.step
+        steps[f"{name}, AdamW"] = competitor.optimizer.step
     times = interleave(steps, rounds, warmup=2)
-    facts = {name: _facts(each) for name, each in competitors.items()}
+    facts = {name: _facts(competitor) for name, competitor in competitors.items()}
     return {"times": times, "facts": facts}
 
 
@@ -116,8 +116,8 @@ def _facts(trained: WithMuon) -> dict[str, float]:
     }
 
 
-def _table(found: dict[str, Any]) -> Table:
-    times, facts = found["times"], found["facts"]
+def _table(measured: dict[str, Any]) -> Table:
+    times, facts = measured["times"], measured["facts"]
     table = compare({name: times[name] for name in facts}, BASELINES)
     for name, row in table.items():
         row.update(facts[name])

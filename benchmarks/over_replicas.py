@@ -31,21 +31,21 @@ def measure(shared_memory: bool) -> Table:
     trained, rows = {}, {}
     for way in WAYS:
         before = _live_bytes()
-        trained[way] = each = _Trained(way, shared_memory)
+        trained[way] = subject = _Trained(way, shared_memory)
         for _ in range(WARM):
-            each.step()
+            subject.step()
         rows[way] = {"at rest MB": (_live_bytes() - before) / 1e6}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(STEPS):
-        for way, each in trained.items():
+        for way, subject in trained.items():
             dist.barrier()
             begin = time.perf_counter()
-            each.step()
+            subject.step()
             dist.barrier()
             seconds[way].append(time.perf_counter() - begin)
-    for way, each in trained.items():
+    for way, subject in trained.items():
         if not shared_memory:
-            rows[way]["received MB"] = travelled(each.step)
+            rows[way]["received MB"] = travelled(subject.step)
         pairs = zip(seconds[way], seconds["copies"])
         rows[way]["step / copies"] = statistics.median(one / other for one, other in pairs)
     return rows
@@ -78,9 +78,9 @@ def _live_bytes() -> int:
     dist.barrier()
     time.sleep(0.2)
     gc.collect()
-    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    storages = [each.untyped_storage() for each in found if type(each) is torch.Tensor]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    storages = [tensor.untyped_storage() for tensor in tensors if type(tensor) is torch.Tensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def main() -> None:

@@ -55,14 +55,14 @@ def ratios_of_times(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def ratios_of_memory(answers: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Returns the host's peak memory relative to torch's, by model and bar; the least counts."""
     tables = answers.get("memory", {}).get("figures", {})
-    found = {}
+    ratios = {}
     for model in MODELS:
         peaks = {row: cells["host peak MB"] for row, cells in tables.get(f"{model}, resident", {}).items()}
         if all(name in peaks for bar in BARS for name in (bar.row, *bar.forms)):
-            found[model] = {
+            ratios[model] = {
                 bar.label: peaks[bar.row] / min(peaks[form] for form in bar.forms) for bar in BARS
             }
-    return found
+    return ratios
 
 
 def draw_overview(folder: Path, answers: Mapping[str, Any]) -> bool:

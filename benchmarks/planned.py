@@ -104,7 +104,7 @@ class Way:
         if self.offload:
             options["offload_policy"] = fsdp_wrap.CPUOffloadPolicy()
         shard: Callable[[nn.Module], Any] = partial(fsdp_wrap.fully_shard, **options)
-        for block in [each for each in model.modules() if _is_outer(each, model)]:
+        for block in [module for module in model.modules() if _is_outer(module, model)]:
             shard(block)
         if self.around:
             replace_blocks(model, CheckpointedAround)

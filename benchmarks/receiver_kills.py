@@ -93,7 +93,7 @@ class Trainer:
     def _step(self) -> bool:
         self.trained.step()
         time.sleep(STEP_SECONDS)
-        found = self._changes.collect()
+        collected = self._changes.collect()
         channel = self._link.opened() if self._link is not None else None
         over = self._left == 0 and self._engine is not None and not self._killed
         told: list[Any] = [channel is not None, over]
@@ -103,7 +103,7 @@ class Trainer:
             if comes:
                 self._connected(channel)
             elif self._engine is not None:
-                self._engine.send_changes(found)
+                self._engine.send_changes(collected)
                 self._updates += 1
         except PeerLost as error:
             self._lost(error)
@@ -176,10 +176,10 @@ def train_alone(steps: int) -> float:
 
 def disturbed(count: int, seed: int) -> tuple[list[Event], bool]:
     """Kills so many receivers; returns the events, and whether the rest is as if nobody had been killed."""
-    found = run_ranks(train, 2, count, seed)
-    alone = run_ranks(train_alone, 2, found["steps"])
+    run = run_ranks(train, 2, count, seed)
+    alone = run_ranks(train_alone, 2, run["steps"])
     events = [
-        Event(RECEIVER, each["step"], each["step"], each["seconds"], 2, each["away"])
-        for each in found["events"]
+        Event(RECEIVER, event["step"], event["step"], event["seconds"], 2, event["away"])
+        for event in run["events"]
     ]
-    return events, found["equal"] and found["loss"] == alone
+    return events, run["equal"] and run["loss"] == alone

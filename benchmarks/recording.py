@@ -75,13 +75,13 @@ def _recorded(subject: Trained, recorder: TimelineRecorder) -> None:
 
 def ask(settings: Settings) -> Figures:
     """Returns a table for each model and way to travel."""
-    found: Figures = {}
+    figures: Figures = {}
     for title in settings.cases_of(ALL_TITLES, usual=TITLES):
         case, _, way = title.partition(" ")
         run = run_fake if way == NOTHING_SENT else run_ranks
         rounds = settings.rounds or ROUNDS.get(case, 1)
-        found[title] = run(measure, settings.ranks, WAYS[way], case, rounds)
-    return found
+        figures[title] = run(measure, settings.ranks, WAYS[way], case, rounds)
+    return figures
 
 
 QUESTION = Question(

@@ -82,17 +82,17 @@ def ask(settings: Settings) -> Figures:
     for case in settings.cases_of(["small"]):
         steps = settings.rounds or STEPS
         kinds = [PLAIN, *(kind for kind in settings.implementations(KINDS) if kind != PLAIN)]
-        found = {kind: run_ranks(train, settings.ranks, kind, case, steps) for kind in kinds}
-        plain = _windows(found[PLAIN]["losses"])
+        runs = {kind: run_ranks(train, settings.ranks, kind, case, steps) for kind in kinds}
+        plain = _windows(runs[PLAIN]["losses"])
         figures[case] = {
             kind: {
-                "last loss": _windows(each["losses"])[-1],
+                "last loss": _windows(run["losses"])[-1],
                 "furthest from AdamW %": max(
-                    100 * abs(own / other - 1) for own, other in zip(_windows(each["losses"]), plain)
+                    100 * abs(own / other - 1) for own, other in zip(_windows(run["losses"]), plain)
                 ),
-                "bytes of state per parameter": each["bytes"],
+                "bytes of state per parameter": run["bytes"],
             }
-            for kind, each in found.items()
+            for kind, run in runs.items()
         }
     return figures
 
@@ -100,7 +100,7 @@ def ask(settings: Settings) -> Figures:
 def _windows(losses: list[float]) -> list[float]:
     """Means over so many steps each."""
     cut = [losses[first : first + WINDOW] for first in range(0, len(losses), WINDOW)]
-    return [sum(each) / len(each) for each in cut]
+    return [sum(window) / len(window) for window in cut]
 
 
 QUESTION = Question(

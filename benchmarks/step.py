@@ -30,8 +30,10 @@ def measure(case: Case, names: list[str], rounds: int) -> dict[str, list[float]]
 
 
 def _raced(competitors: dict[str, Trained], rounds: int) -> dict[str, list[float]]:
-    times = interleave({name: each.step for name, each in competitors.items()}, rounds, warmup=1)
-    _check_same_work({name: each.loss for name, each in competitors.items() if name not in DEEPSPEED})
+    steps = {name: competitor.step for name, competitor in competitors.items()}
+    times = interleave(steps, rounds, warmup=1)
+    losses = {name: competitor.loss for name, competitor in competitors.items()}
+    _check_same_work({name: loss for name, loss in losses.items() if name not in DEEPSPEED})
     return times
 
 

@@ -121,8 +121,8 @@ def read(events: Iterable[Mapping[str, Any]]) -> Timeline:
         spans.setdefault(purposes.get(stream, f"stream {stream}"), []).extend(of_stream)
     waits = [event["ts"] for event in calls if event["name"].endswith(_WAITS)]
     return Timeline(
-        {purpose: _joined(each) for purpose, each in spans.items()},
-        [sum(_holds(step, each) for each in waits) for step in steps],
+        {purpose: _joined(of_purpose) for purpose, of_purpose in spans.items()},
+        [sum(_holds(step, wait) for wait in waits) for step in steps],
     )
 
 

@@ -112,13 +112,13 @@ def measure(case: str, rounds: int) -> Table:
                 name: Competitor(case, front, nbytes, shared_memory)
                 for name, nbytes in ((ALONE, 0), (TOGETHER, None))
             }
-            times = interleave({name: each.step for name, each in pair.items()}, rounds, warmup=3)
+            times = interleave({name: competitor.step for name, competitor in pair.items()}, rounds, warmup=3)
             medians = {name: statistics.median(mine) for name, mine in times.items()}
-            for name, each in pair.items():
+            for name, competitor in pair.items():
                 rows[f"{front}, {way}, {name}"] = {
                     "ms": 1e3 * medians[name],
                     "/ alone": medians[name] / medians[ALONE],
-                    "collectives": each.collectives(),
+                    "collectives": competitor.collectives(),
                 }
     return rows
 
@@ -131,8 +131,8 @@ def measure_fake(case: str, rounds: int) -> Table:
             name: Competitor(case, front, nbytes, shared_memory=False)
             for name, nbytes in ((ALONE, 0), (TOGETHER, None))
         }
-        times = interleave({name: each.step for name, each in pair.items()}, rounds, warmup=3)
-        peaks = {name: tensors(each.step).peak for name, each in pair.items()}
+        times = interleave({name: competitor.step for name, competitor in pair.items()}, rounds, warmup=3)
+        peaks = {name: tensors(competitor.step).peak for name, competitor in pair.items()}
         for name, mine in times.items():
             rows[f"{front}, {name}"] = {
                 "ms": 1e3 * statistics.median(mine),

@@ -41,7 +41,7 @@ class Uneven(nn.Module):
     def __init__(self, widths: tuple[int, ...], width: int) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
-        self.blocks = nn.Sequential(*(Widening(width, each) for each in widths))
+        self.blocks = nn.Sequential(*(Widening(width, hidden) for hidden in widths))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.blocks(self.first(x))).pow(2).mean()
@@ -91,8 +91,8 @@ def setup(program: str, recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimize
     torch.manual_seed(0)
     kinds = (LinearBlock, Widening, TransformerBlock)
     model = PROGRAMS[program].model()
-    found = [kind for kind in kinds if any(isinstance(each, kind) for each in model.modules())]
-    model = recipe.apply(model, found)
+    present = [kind for kind in kinds if any(isinstance(module, kind) for module in model.modules())]
+    model = recipe.apply(model, present)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -105,7 +105,7 @@ def setup(program: str, recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimize
 
 def presets(program: str, ranks: int) -> dict[str, Recipe]:
     """Returns the eight recipes that people choose from: all units alike."""
-    found = {}
+    recipes = {}
     for together, parameters, activations in itertools.product(
         (1, 0), (FREED, TO_BACKWARD), (STAY, RECOMPUTED)
     ):
@@ -113,8 +113,8 @@ def presets(program: str, ranks: int) -> dict[str, Recipe]:
         made = fsdp_wrap.plan(partial(setup, program, run), ranks)
         units = tuple(UnitRecipe((unit.name,), parameters, activations) for unit in made.units)
         name = f"{'blocks' if together else 'whole'}, {parameters}, {activations}"
-        found[name] = replace(run, units=units)
-    return found
+        recipes[name] = replace(run, units=units)
+    return recipes
 
 
 def measured_machine() -> dict[str, Any]:
@@ -138,7 +138,7 @@ def measure(program: str, recipes: dict[str, str], rounds: int) -> dict[str, dic
         if not peaks:
             whole()  # what is made once for all
         peaks[name] = tensors(whole).peak
-    times = interleave({name: each[2] for name, each in made.items()}, rounds)
+    times = interleave({name: step for name, (_, _, step) in made.items()}, rounds)
     return {name: {"peak": peaks[name], "seconds": times[name]} for name in recipes}
 
 
@@ -161,26 +161,26 @@ def compare(program: str, ranks: int, rounds: int) -> dict[str, dict[str, Any]]:
     usual = presets(program, ranks)
     plans = {name: fsdp_wrap.plan(partial(setup, program, recipe), ranks) for name, recipe in usual.items()}
     needs = sorted(made.needed_bytes for made in plans.values())
-    found: dict[int, Choice] = {}
+    choices: dict[int, Choice] = {}
     seconds = {}
     for part in PARTS:
         limit, begin = int(needs[0] + part * (needs[-1] - needs[0])), time.process_time()
-        found[limit] = best_of(
+        choices[limit] = best_of(
             fsdp_wrap.fit(partial(setup, program), ranks, device_memory=limit, machine=machine)
         )
         seconds[limit] = time.process_time() - begin
-    recipes = {**usual, **{f"found {limit}": choice.recipe or Recipe() for limit, choice in found.items()}}
+    recipes = {**usual, **{f"found {limit}": choice.recipe or Recipe() for limit, choice in choices.items()}}
     measured = run_ranks(
-        measure, ranks, program, {name: each.to_json() for name, each in recipes.items()}, rounds
+        measure, ranks, program, {name: recipe.to_json() for name, recipe in recipes.items()}, rounds
     )
     rows = {}
-    for limit in found:
+    for limit in choices:
         own = measured[f"found {limit}"]
         fitting = {name: measured[name]["seconds"] for name in usual if measured[name]["peak"] <= limit}
         best = min(fitting, key=lambda name: median(fitting[name]))
         rows[f"{program}, {ranks} ranks, {limit / 1e6:.1f} MB"] = {
             "budget": limit,
-            "planned": found[limit].peak_bytes,
+            "planned": choices[limit].peak_bytes,
             "peak": own["peak"],
             "seconds": median(own["seconds"]),
             "best preset": best,
@@ -191,10 +191,10 @@ def compare(program: str, ranks: int, rounds: int) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def best_of(found: Fit) -> Choice:
+def best_of(fit: Fit) -> Choice:
     """Returns the fastest that fits; there is one."""
-    assert found.best is not None
-    return found.best
+    assert fit.best is not None
+    return fit.best
 
 
 def as_table(rows: dict[str, dict[str, Any]]) -> str:
@@ -257,12 +257,12 @@ def fit_on_gpus(name: str) -> None:
     """Prints one page, and what it took to make it."""
     model, batch, ranks, machine, memory = GPUS[name]
     begin, worked = time.monotonic(), time.process_time()
-    found = fsdp_wrap.fit(
+    fit = fsdp_wrap.fit(
         partial(llama, model, batch), ranks, device="cuda", device_memory=memory, machine=machine
     )
     seconds, worked = time.monotonic() - begin, time.process_time() - worked
-    print(f"## {name}\n\n{found}\n")
-    print(f"{batch * 8192 / (best_of(found).predicted_seconds or 1):,.0f} tokens a second on each GPU")
+    print(f"## {name}\n\n{fit}\n")
+    print(f"{batch * 8192 / (best_of(fit).predicted_seconds or 1):,.0f} tokens a second on each GPU")
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"found in {seconds:.0f} s ({worked:.0f} s of one core), {most:.1f} GB at most\n", flush=True)
 

@@ -47,7 +47,7 @@ def measure_agreement(way: str, rounds: int) -> dict[str, float]:
     with over(way):
         subject = Trained(way, stacked(1, 2))
         turns = [(_turn(subject, False), _turn(subject, True)) for _ in range(2 + rounds)][2:]
-    outside, inside = ([*zip(*each)] for each in zip(*turns))
+    outside, inside = ([*zip(*of_turns)] for of_turns in zip(*turns))
     wall, busy, context = range(3)
     return {
         "outside us": 1e6 * median(outside[wall]),
@@ -92,12 +92,12 @@ def measure_idle(way: str, case: str, rounds: int) -> Table:
         }
         table = compare(interleave(turns, rounds), {DUMMY: (DUMMY,)})
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, {name: 1e3 * median(each[-rounds:]) for name, each in busy.items()})
+    dist.all_gather_object(by_rank, {name: 1e3 * median(seconds[-rounds:]) for name, seconds in busy.items()})
     *others, last = by_rank
     for name, row in table.items():
         row["its CPU ms"] = last[name]
         row[f"its CPU / {DUMMY}"] = last[name] / last[DUMMY]
-        row["others' CPU ms"] = mean(each[name] for each in others)
+        row["others' CPU ms"] = mean(other[name] for other in others)
     return table
 
 

@@ -54,10 +54,10 @@ def measure(names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Returns seconds of clipping and of the optimizer, by implementation; called on every rank."""
     case = stacked(BLOCKS, PARAMETERS)
     competitors = {name: _trained(name, case) for name in names}
-    for each in competitors.values():
-        each.pass_through()
-    clips = {name: each.clip for name, each in competitors.items()}
-    steps = {name: each.optimizer.step for name, each in competitors.items()}
+    for competitor in competitors.values():
+        competitor.pass_through()
+    clips = {name: competitor.clip for name, competitor in competitors.items()}
+    steps = {name: competitor.optimizer.step for name, competitor in competitors.items()}
     return {"clip": interleave(clips, rounds, warmup=3), "AdamW": interleave(steps, rounds, warmup=3)}
 
 
@@ -68,8 +68,8 @@ def ask(settings: Settings) -> Figures:
         ranks, known = (settings.ranks, TRAINED) if group == "gloo" else (FAKE_RANKS, [*SHARDING, ON_SHARDS])
         usual = [name for name in (*DEFAULTS, ON_SHARDS, *SHARED.values()) if name in known]
         names = settings.implementations(known if settings.impl else usual)
-        found = GROUPS[group](measure, ranks, names, settings.rounds or 60)
-        for what, times in found.items():
+        measured = GROUPS[group](measure, ranks, names, settings.rounds or 60)
+        for what, times in measured.items():
             figures[f"{what}, {group}"] = compare(times, BASELINES)
     return figures
 

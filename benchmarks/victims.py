@@ -81,13 +81,13 @@ class Host:
 
     def ranks(self) -> list[int]:
         """Returns the process ids of the ranks that run now."""
-        found = []
+        ids = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 parent = int(stat.read_text().rpartition(")")[2].split()[1])
                 if parent == self.agent.pid and b"\0RANK=" in (stat.parent / "environ").read_bytes():
-                    found.append(int(stat.parent.name))
-        return sorted(found)
+                    ids.append(int(stat.parent.name))
+        return sorted(ids)
 
     def lose(self, kind: str, chosen: random.Random) -> None:
         """Kills a "trainer rank", the "agent" alone, or else all of it; what is gone starts again."""

@@ -56,7 +56,7 @@ def with_lora(case: Case) -> Case:
 
     def model() -> nn.Module:
         made = case.model()
-        for block in [each for each in made.modules() if isinstance(each, Block)]:
+        for block in [module for module in made.modules() if isinstance(module, Block)]:
             for name, layer in [*block.named_children()]:
                 if isinstance(layer, nn.Linear):
                     setattr(block, name, LoraLinear(layer))
@@ -88,9 +88,9 @@ ASKED = [title for title in READS if title != "tiny"]
 
 def reader(name: str, read: Read) -> Callable[[], object]:
     """Returns a function that reads all full tensors once; called on every rank."""
-    each = Trained(name, read.case)
-    each.step()
-    model = each.model
+    trained = Trained(name, read.case)
+    trained.step()
+    model = trained.model
     if name == FULL_TENSOR:
         return lambda: [param.full_tensor() is None for param in model.parameters()]
     if name == STATE_DICT:
@@ -129,32 +129,32 @@ def changes(rounds: int) -> Table:
 
     A receiver is played on every rank, and holds the same bits after each round.
     """
-    each = Trained("fsdp_wrap", SHORT_CASES["gpt"])
-    source = fsdp_wrap.weight_source(each.model, dtype=torch.bfloat16)
+    trained = Trained("fsdp_wrap", SHORT_CASES["gpt"])
+    source = fsdp_wrap.weight_source(trained.model, dtype=torch.bfloat16)
     full = sum(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in source.metadata())
     table: Table = {}
     for rate in RATES:
-        each.optimizer.param_groups[0]["lr"] = rate
+        trained.optimizer.param_groups[0]["lr"] = rate
         for _ in range(WARM):
-            each.step()
-        following = fsdp_wrap.weight_changes(each.model, torch.bfloat16)
+            trained.step()
+        following = fsdp_wrap.weight_changes(trained.model, torch.bfloat16)
         receiver = dict(source)
         seconds: dict[str, list[float]] = {"ms": [], "ms without checksums": [], "ms of all": []}
         counts: list[int] = []
         for _ in range(rounds):
             for column in ("ms", "ms without checksums"):
-                each.step()
+                trained.step()
                 collect = partial(following.collect, checksums=column == "ms")
-                found = _timed(collect, seconds[column])
-                apply_changes(receiver, found)
-                counts.append(sum(len(change.index) for change in found))
+                collected = _timed(collect, seconds[column])
+                apply_changes(receiver, collected)
+                counts.append(sum(len(change.index) for change in collected))
             _timed(partial(_read, source), seconds["ms of all"])
             for name, value in source:
                 if dist.get_rank() == 0 and not torch.equal(receiver[name], value):
                     raise AssertionError(f"the receiver has other bits of {name}")
         table[f"lr {rate:g}"] = {
             "elements %": 100 * statistics.median(counts) / (full / 2),
-            "bytes / all": found.nbytes / full,
+            "bytes / all": collected.nbytes / full,
             **{column: 1e3 * statistics.median(times) for column, times in seconds.items()},
             "time / all": statistics.median(map(truediv, seconds["ms"], seconds["ms of all"])),
         }

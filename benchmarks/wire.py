@@ -40,14 +40,14 @@ def measure(case_name: str, names: list[str]) -> Table:
 
 
 def _phases(name: str, case: Case) -> dict[str, float]:
-    each = Trained(name, case)
-    each.step()
-    each.step()
-    each.optimizer.zero_grad()
+    trained = Trained(name, case)
+    trained.step()
+    trained.step()
+    trained.optimizer.zero_grad()
     losses: list[torch.Tensor] = []
-    forward = travelled(lambda: losses.append(each.forward()))
+    forward = travelled(lambda: losses.append(trained.forward()))
     backward = travelled(lambda: losses.pop().backward())
-    update = travelled(each.optimizer.step)
+    update = travelled(trained.optimizer.step)
     return {"forward MB": forward, "backward MB": backward, "step MB": forward + backward + update}
 
 

@@ -84,14 +84,14 @@ def show(value: Any) -> str:
 def arguments_of(function: Any) -> dict[str, str]:
     """Returns the arguments with their defaults, save self; `*` marks those by keyword only."""
     marks: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    found = {}
+    arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "self":
             continue
         keyword = "by keyword, " if parameter.kind is inspect.Parameter.KEYWORD_ONLY else ""
         mark = marks.get(parameter.kind, "")
-        found[mark + name] = "any number" if mark else keyword + show(parameter.default)
-    return found
+        arguments[mark + name] = "any number" if mark else keyword + show(parameter.default)
+    return arguments
 
 
 def entries_of(name: str, thing: Any) -> Iterator[Entry]:
@@ -120,14 +120,14 @@ def _members(name: str, cls: type) -> Iterator[Entry]:
     for member in sorted(member for member in dir(cls) if not member.startswith("_")):
         inherited = any(member in vars(base) for base in cls.__mro__[1:] if base.__module__ != cls.__module__)
         if member in vars(cls) or not inherited:
-            found = getattr(cls, member)
-            yield Entry(f"{name}.{member}", arguments_of(found) if callable(found) else None)
+            attribute = getattr(cls, member)
+            yield Entry(f"{name}.{member}", arguments_of(attribute) if callable(attribute) else None)
 
 
 def _inherited(name: str, cls: Any) -> Entry | None:
     """Returns a member that a class has from one of another package."""
-    found = getattr(cls, name.rpartition(".")[2], None)
-    return None if found is None else Entry(name, arguments_of(found) if callable(found) else None)
+    member = getattr(cls, name.rpartition(".")[2], None)
+    return None if member is None else Entry(name, arguments_of(member) if callable(member) else None)
 
 
 def public(module: ModuleType) -> list[str]:
@@ -239,8 +239,8 @@ class Table:
         mine = {entry.name: entry for entry in entries_of(name, ours)}
         for entry in theirs.entries:
             self._compare_entry(entry, mine.pop(entry.name, None) or _inherited(entry.name, ours))
-        for each in mine:
-            self._row(each, "", "", PUBLIC_HERE)
+        for own in mine:
+            self._row(own, "", "", PUBLIC_HERE)
 
     def _compare_entry(self, theirs: Entry, ours: Entry | None) -> None:
         if ours is None:
@@ -267,14 +267,14 @@ class Table:
         self.used.add(key)
         return f"same: {NOTES[key]}"
 
-    def _reason(self, key: str, found: str | None = None) -> str:
+    def _reason(self, key: str, here: str | None = None) -> str:
         name = key.partition("(")[0]
         candidates = [key, name, name.rpartition(".")[0]]
-        where = "missing" if found is None else f"here `{found}`"
-        for each in candidates:
-            if each in REASONS:
-                self.used.add(each)
-                return f"{where}: {REASONS[each]}"
+        where = "missing" if here is None else f"here `{here}`"
+        for candidate in candidates:
+            if candidate in REASONS:
+                self.used.add(candidate)
+                return f"{where}: {REASONS[candidate]}"
         self.unexplained.append(f"{key} ({where})")
         return where
 
@@ -315,7 +315,7 @@ def known() -> dict[str, Facts]:
 
 def faults_of(table: Table, version: str) -> list[str]:
     """Returns what has no reason, each once."""
-    return [f"no reason for {each}, torch {version}" for each in dict.fromkeys(table.unexplained)]
+    return [f"no reason for {entry}, torch {version}" for entry in dict.fromkeys(table.unexplained)]
 
 
 def build() -> tuple[str, list[str]]:
@@ -329,8 +329,8 @@ def build() -> tuple[str, list[str]]:
         }
         lines += section(module, rows_of)
     faults = [fault for version, table in tables.items() for fault in faults_of(table, version)]
-    used = {each for table in tables.values() for each in table.used}
-    faults += [f"needless: {each}" for each in [*REASONS, *NOTES] if each not in used]
+    used = {name for table in tables.values() for name in table.used}
+    faults += [f"needless: {name}" for name in [*REASONS, *NOTES] if name not in used]
     head = [
         "# The public API beside torch's",
         "",

@@ -131,9 +131,9 @@ class Run:
 
     @classmethod
     def of(cls, case: ElementTree.Element) -> Run:
-        told = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
-        found = {kind: case.find(kind) for kind in ("failure", "error", "skipped")}
-        failed = next(((kind, each) for kind, each in found.items() if each is not None), None)
+        told = {node.get("name", ""): node.get("value", "") for node in case.iter("property")}
+        outcomes = {kind: case.find(kind) for kind in ("failure", "error", "skipped")}
+        failed = next(((kind, node) for kind, node in outcomes.items() if node is not None), None)
         test = case.get("name", "").partition("[")[0].removeprefix("test_").replace("_", " ")
         file = case.get("classname", "").rpartition(".")[2].removeprefix("test_")
         clients = tuple(told.get("clients", file).split(", "))
@@ -171,7 +171,7 @@ def rows_of(runs: list[Run]) -> list[str]:
     for (clients, test), cases in sorted(rows.items()):
         results = "; ".join(dict.fromkeys(case.result for case in cases))
         row = (clients[0], ", ".join(clients[1:]), test, str(len(cases)), results)
-        lines.append(f"| {' | '.join(each.replace('|', '/') for each in row)} |")
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |")
     return lines
 
 
@@ -183,10 +183,10 @@ def rows_in(page: str, torch: str) -> list[str]:
 
 def added(old: list[str], runs: list[Run]) -> list[str]:
     """Returns rows of a page in which those of scenarios that were run are replaced, and others added."""
-    run = [each for each in runs if each.ran]
-    told = {(each.clients[0].partition(" ")[0], each.test) for each in run}
-    told |= {(each.file, each.test) for each in run}  # a client that was not installed goes by its file
-    return sorted([row for row in old if _key(row) not in told] + rows_of(run))
+    new = [run for run in runs if run.ran]
+    told = {(run.clients[0].partition(" ")[0], run.test) for run in new}
+    told |= {(run.file, run.test) for run in new}  # a client that was not installed goes by its file
+    return sorted([row for row in old if _key(row) not in told] + rows_of(new))
 
 
 def _key(row: str) -> tuple[str, str]:

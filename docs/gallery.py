@@ -183,8 +183,8 @@ def run_notebook() -> None:
     """Runs the notebook, and writes it with its outputs."""
     notebook = json.loads(NOTEBOOK.read_text("utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    found = run_cells(["".join(cell["source"]) for cell in cells])
-    for number, (cell, outputs) in enumerate(zip(cells, found), 1):
+    outputs_of = run_cells(["".join(cell["source"]) for cell in cells])
+    for number, (cell, outputs) in enumerate(zip(cells, outputs_of), 1):
         cell.update(execution_count=number, outputs=outputs)
     NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", "utf-8")
 

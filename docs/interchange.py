@@ -163,8 +163,8 @@ class Side:
     def full(self, optim: bool) -> dict[str, torch.Tensor]:
         """Returns all values in full, of the optimizer's too."""
         state = self.state(full_state_dict=True, flatten_optimizer_state_dict=True)
-        found = {name: value for name, value in state["optim"].items() if name.startswith("state.")}
-        return {**state["model"], **(found if optim else {})}
+        optim_state = {name: value for name, value in state["optim"].items() if name.startswith("state.")}
+        return {**state["model"], **(optim_state if optim else {})}
 
 
 # the ways
@@ -286,12 +286,12 @@ def _told(store: dist.Store, rank: int, size: int, act: Callable[[], str]) -> st
     store.set(f"ready {rank}", "")  # no rank may fail and leave while others still connect
     store.wait([f"ready {other}" for other in range(size)])
     try:
-        found = act()
+        result = act()
     except (Exception, dcp.CheckpointException) as error:  # whatever refuses is the outcome
         own = getattr(error, "failures", None)  # of ranks, in DCP's words
-        found = str(error).strip()
-        found = found.splitlines()[-1] if own else f"{type(error).__name__}: {found}"
-    store.set(f"told {rank}", found)
+        result = str(error).strip()
+        result = result.splitlines()[-1] if own else f"{type(error).__name__}: {result}"
+    store.set(f"told {rank}", result)
     dist.destroy_process_group()  # without a barrier: frees ranks that wait for one that failed
     every = [store.get(f"told {other}").decode() for other in range(size)]
     failed = [told for told in every if told != EXACT]
@@ -312,10 +312,12 @@ def _loaded(way: Way, form: str, path: Path) -> str:
     side, plain = Side(form, start=3), Side("plain")
     way.load(side, path)
     plain.step()
-    found, expected = side.full(way.optim), plain.full(way.optim)
-    if found.keys() != expected.keys():
-        return f"other names: {sorted(found.keys() ^ expected.keys())}"
-    other = [name for name, value in expected.items() if not torch.equal(torch.as_tensor(found[name]), value)]
+    loaded, expected = side.full(way.optim), plain.full(way.optim)
+    if loaded.keys() != expected.keys():
+        return f"other names: {sorted(loaded.keys() ^ expected.keys())}"
+    other = [
+        name for name, value in expected.items() if not torch.equal(torch.as_tensor(loaded[name]), value)
+    ]
     return f"other values of {other}" if other else EXACT
 
 
@@ -324,12 +326,12 @@ def _process(rank: int, size: int, job: str, folder: Path, port: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
-    found = []
+    rows = []
     for case, act in _writes(size, folder) if job == "write" else _reads(size, folder):
         told = _told(dist.PrefixStore(f"{job} {case}", store), rank, size, act)
-        found.append((*case, told))
+        rows.append((*case, told))
     if rank == 0:
-        (folder / f"{job} {size}.json").write_text(json.dumps(found))
+        (folder / f"{job} {size}.json").write_text(json.dumps(rows))
 
 
 def _writes(size: int, folder: Path) -> Iterator[tuple[Case, Callable[[], str]]]:
@@ -347,32 +349,32 @@ def _reads(size: int, folder: Path) -> Iterator[tuple[Case, Callable[[], str]]]:
 
 def outcomes() -> list[Outcome]:
     """Runs everything."""
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         for job in ("write", "read"):
             for size in sorted({pair[job == "read"] for pair in PAIRS}):
                 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
                 torch.multiprocessing.spawn(_process, (size, job, Path(name), store.port), nprocs=size)
-                found += json.loads(Path(name, f"{job} {size}.json").read_text())
-    return [Outcome(way, writer, reader, tuple(ranks), told) for way, writer, reader, ranks, told in found]
+                rows += json.loads(Path(name, f"{job} {size}.json").read_text())
+    return [Outcome(way, writer, reader, tuple(ranks), told) for way, writer, reader, ranks, told in rows]
 
 
 # the page
 
 
-def table_of(way: str, found: list[Outcome]) -> list[str]:
+def table_of(way: str, outcomes: list[Outcome]) -> list[str]:
     """Returns the table of a way, and its notes."""
     notes: dict[str, int] = {}
     lines = [f"| writer | {' | '.join(FORMS)} |", f"|---|{'---|' * len(FORMS)}"]
     for writer in FORMS:
-        cells = [_cell(way, writer, reader, found, notes) for reader in FORMS]
+        cells = [_cell(way, writer, reader, outcomes, notes) for reader in FORMS]
         lines.append(f"| {writer} | {' | '.join(cells)} |")
     return [*lines, "", *(f"{number}. {note}" for note, number in notes.items())]
 
 
-def _cell(way: str, writer: str, reader: str, found: list[Outcome], notes: dict[str, int]) -> str:
+def _cell(way: str, writer: str, reader: str, outcomes: list[Outcome], notes: dict[str, int]) -> str:
     """Returns what came of one pair of forms, at all numbers of ranks; errors are notes by number."""
-    known = {each[:4]: each for each in found}
+    known = {outcome[:4]: outcome for outcome in outcomes}
     parts: dict[str, list[str]] = {}
     for wrote, reads in PAIRS:
         save, load = (
@@ -388,10 +390,10 @@ def _cell(way: str, writer: str, reader: str, found: list[Outcome], notes: dict[
     return "; ".join(f"{', '.join(pairs)}: {told}" for told, pairs in parts.items()) if others else everywhere
 
 
-def _note(each: Outcome) -> str:
-    text = re.sub(r"\s+", " ", each.told)
+def _note(outcome: Outcome) -> str:
+    text = re.sub(r"\s+", " ", outcome.told)
     text = re.sub(r"/tmp/\S*", "PATH", text).replace("|", "/").replace("<", "&lt;")
-    return f"{'Saving' if not each.reader else 'Loading'} fails: `{text[:300]}`"
+    return f"{'Saving' if not outcome.reader else 'Loading'} fails: `{text[:300]}`"
 
 
 def head(torch_version: str) -> str:
@@ -400,10 +402,10 @@ def head(torch_version: str) -> str:
     return HEAD.format(pairs=pairs, torch=torch_version, version=fsdp_wrap.__version__)
 
 
-def page(found: list[Outcome]) -> str:
+def page(outcomes: list[Outcome]) -> str:
     """Returns the page."""
     parts = [
-        "\n".join([f"## {way.title}", "", way.text, "", *table_of(key, found)]).strip() + "\n"
+        "\n".join([f"## {way.title}", "", way.text, "", *table_of(key, outcomes)]).strip() + "\n"
         for key, way in WAYS.items()
     ]
     return "\n".join([head(torch.__version__), *parts])

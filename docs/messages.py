@@ -162,8 +162,8 @@ def fixed_words(text: str) -> int:
 
 def headings(page: str) -> list[Heading]:
     """The headings of messages on a page."""
-    found = _HEADING.finditer(page)
-    return [Heading(page.count("\n", 0, each.start()) + 1, each["words"].strip()) for each in found]
+    matches = _HEADING.finditer(page)
+    return [Heading(page.count("\n", 0, match.start()) + 1, match["words"].strip()) for match in matches]
 
 
 def faults(page: str, texts: list[str]) -> Iterator[str]:
@@ -181,9 +181,9 @@ def faults(page: str, texts: list[str]) -> Iterator[str]:
 
 def main() -> int:
     """Tells what is wrong with the page."""
-    found = [*faults(TARGET.read_text("utf-8"), [text.says for text in [*read(), *read_torch()]])]
-    print("\n".join(found) or "every heading of docs/messages.md begins a message")
-    return 1 if found else 0
+    wrong = [*faults(TARGET.read_text("utf-8"), [text.says for text in [*read(), *read_torch()]])]
+    print("\n".join(wrong) or "every heading of docs/messages.md begins a message")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

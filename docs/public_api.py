@@ -33,11 +33,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def public_modules(package: ModuleType) -> Iterator[ModuleType]:
     """Yields a package and its modules that export names, save those below a name with an underscore."""
     yield package
-    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if found.name.rpartition(".")[2].startswith("_"):
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if info.name.rpartition(".")[2].startswith("_"):
             continue
-        module = importlib.import_module(found.name)
-        if found.ispkg:
+        module = importlib.import_module(info.name)
+        if info.ispkg:
             yield from public_modules(module)
         elif hasattr(module, "__all__"):
             yield module
@@ -86,10 +86,9 @@ def _is_own(cls: type, package: str) -> bool:
 
 
 def _arguments(function: Any) -> str:
-    parameters = [
-        each for name, each in inspect.signature(function).parameters.items() if name not in ("self", "cls")
-    ]
-    plain = [each.replace(annotation=each.empty, default=_Shown.of(each)) for each in parameters]
+    named = inspect.signature(function).parameters.items()
+    params = [param for name, param in named if name not in ("self", "cls")]
+    plain = [param.replace(annotation=param.empty, default=_Shown.of(param)) for param in params]
     return str(inspect.Signature(plain))
 
 

@@ -94,9 +94,9 @@ class Page(HTMLParser):
 
 def broken_links(site: Path) -> tuple[list[str], int]:
     """The links within the site that lead nowhere, and how many were looked at."""
-    found = {path: Page(path) for path in sorted(site.rglob("*.html"))}
+    pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
     broken, count = [], 0
-    for path, page in found.items():
+    for path, page in pages.items():
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc or path.name == "404.html":
@@ -105,7 +105,7 @@ def broken_links(site: Path) -> tuple[list[str], int]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             target = target / "index.html" if target.is_dir() else target
             missing = not target.is_file()
-            lost = target in found and parts.fragment and unquote(parts.fragment) not in found[target].places
+            lost = target in pages and parts.fragment and unquote(parts.fragment) not in pages[target].places
             if missing or (lost and parts.fragment != "__skip"):
                 broken.append(f"{path.relative_to(site)}: {link}")
     return broken, count
@@ -166,8 +166,8 @@ def search(browser: Any, address: str, out: Path) -> list[str]:
         return [f"the search for {WANTED} finds nothing: {error}"]
     page.wait_for_timeout(500)
     page.screenshot(path=out / "search.png")
-    found = page.inner_text(".md-search-result__list")
-    faults = [] if WANTED in found else [f"the search for {WANTED} finds other things"]
+    results = page.inner_text(".md-search-result__list")
+    faults = [] if WANTED in results else [f"the search for {WANTED} finds other things"]
     for words, place in ERRORS.items():
         for pasted in ("", words):  # results of the error before must be gone
             page.fill(".md-search__input", "")

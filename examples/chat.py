@@ -39,8 +39,8 @@ QUESTIONS = "tuple in capitals?", "yield spelled out?", "class last letter?"
 def read_words() -> tuple[list[str], list[str]]:
     """Reads short words of Python's library: those to be asked about, and those to learn from."""
     files = Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py")
-    found = {word for file in files for word in re.findall(r"\b[a-z]{3,5}\b", file.read_text("utf-8"))}
-    words = sorted(found - {question.split()[0] for question in QUESTIONS})
+    short_words = {word for file in files for word in re.findall(r"\b[a-z]{3,5}\b", file.read_text("utf-8"))}
+    words = sorted(short_words - {question.split()[0] for question in QUESTIONS})
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0)).tolist()
     return [words[index] for index in order[:HELD_OUT]], [words[index] for index in order[HELD_OUT:]]
 

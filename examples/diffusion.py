@@ -68,8 +68,8 @@ def sample(model: nn.Module, seed: int) -> torch.Tensor:
 def judge(when: str, drawn: torch.Tensor, digits: torch.Tensor) -> None:
     """Tells how far pictures are from the next of all digits, and how often that is the one asked for."""
     away, index = (drawn[:, None] - digits.flatten(0, 1)).square().mean((2, 3)).min(1)
-    dist.all_reduce(found := torch.stack([away.mean(), (index // 9 == ASKED).float().mean()]))
-    away, right = (found / dist.get_world_size()).tolist()
+    dist.all_reduce(means := torch.stack([away.mean(), (index // 9 == ASKED).float().mean()]))
+    away, right = (means / dist.get_world_size()).tolist()
     if dist.get_rank() == 0:
         print(f"{when}: {away:.2f} from the next digit, the right one in {100 * right:.0f} %", flush=True)
 

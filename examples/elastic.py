@@ -65,8 +65,8 @@ class Trainer:
         if in_memory == on_disk == 0:
             return {"resumed": 0, "from": "the beginning"}
         place = self.memory if in_memory >= on_disk else self.options.disk
-        found = checkpoint.load(place, self.model, self.optimizer)
-        return {"resumed": found.step, "from": "memory" if place is self.memory else "disk"}
+        loaded = checkpoint.load(place, self.model, self.optimizer)
+        return {"resumed": loaded.step, "from": "memory" if place is self.memory else "disk"}
 
     def train_step(self, step: int) -> float:
         """Updates the parameters once; returns the mean loss of all windows of the step."""
@@ -131,9 +131,9 @@ def main() -> None:
     corpus = Corpus.load(options.data, options.context)
     world = launch.start()
     trainer = Trainer(options, world, corpus)
-    found = trainer.resume()
-    tell(world, **found)
-    for step in range(found["resumed"] + 1, options.steps + 1):
+    origin = trainer.resume()
+    tell(world, **origin)
+    for step in range(origin["resumed"] + 1, options.steps + 1):
         loss = trainer.train_step(step)
         time.sleep(options.step_seconds)
         tell(world, step=step, loss=loss)

@@ -58,13 +58,13 @@ class Experts(nn.Module):
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Takes rows in the order of their experts, and how many each expert gets."""
         dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=self.group)
-        to, from_ = (each.view(-1, self.here).sum(1).tolist() for each in (counts, coming))
+        to, from_ = (per_expert.view(-1, self.here).sum(1).tolist() for per_expert in (counts, coming))
         rows = Send.apply(rows, to, from_, self.group)
         expert = torch.arange(self.here).repeat(len(to)).repeat_interleave(coming)
         out = torch.empty_like(rows)
-        for each in range(self.here):
-            chosen = expert == each
-            out[chosen] = F.gelu(rows[chosen] @ self.up.to_local()[each]) @ self.down.to_local()[each]
+        for index in range(self.here):
+            chosen = expert == index
+            out[chosen] = F.gelu(rows[chosen] @ self.up.to_local()[index]) @ self.down.to_local()[index]
         return Send.apply(out, from_, to, self.group)
 
 
@@ -82,9 +82,9 @@ class Net(nn.Module):
         likely = torch.softmax(self.router(x), -1)
         gate, chosen = likely.max(-1)
         counts, order = chosen.bincount(minlength=EXPERTS), chosen.argsort(stable=True)
-        found = torch.zeros_like(x).index_copy(0, order, self.experts(x[order], counts))
+        output = torch.zeros_like(x).index_copy(0, order, self.experts(x[order], counts))
         balance = EXPERTS * (counts / len(x) * likely.mean(0)).sum()
-        return self.head(x + gate[:, None] * found), balance
+        return self.head(x + gate[:, None] * output), balance
 
 
 def main() -> None:

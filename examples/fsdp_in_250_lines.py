@@ -195,7 +195,7 @@ class FSDP(nn.Module):
 
     def end_backward(self) -> None:
         """Ends what is left when autograd is done: units of which some parameter has got no gradient."""
-        for unit in [each for each in self.units if each.arrived or not each.is_sharded]:
+        for unit in [unit for unit in self.units if unit.arrived or not unit.is_sharded]:
             self.end_backward_of(unit)
         self.finish_reductions()
         self.in_backward = False

@@ -71,7 +71,7 @@ def main() -> None:
         print(f"loss on other text {loss:.1f}")
         with torch.no_grad():
             plain = LlamaForCausalLM.from_pretrained(folder)
-            batch = {name: torch.stack([each[name] for each in windows[:64]]) for name in windows[0]}
+            batch = {name: torch.stack([window[name] for window in windows[:64]]) for name in windows[0]}
             torch.testing.assert_close(plain(**batch).loss.item(), loss, rtol=1e-3, atol=0)
         print("a plain model that is loaded from the folder has the same loss")
 

@@ -40,15 +40,15 @@ BATCH, STEPS, HELD_OUT = 8, 30, 64
 
 def read_sentences() -> list[tuple[str, int]]:
     """Reads the first sentences of documentation, each with the number of its module, shuffled."""
-    found = {}
+    numbers = {}
     for number, module in enumerate(MODULES):
         place = Path(sysconfig.get_paths()["stdlib"], module)
         for file in [*place.glob("*.py")] or [place.with_suffix(".py")]:
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
-                    found[re.split(r"\.\s|\n\n", text)[0]] = number
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
-    return [[*found.items()][index] for index in order]
+                    numbers[re.split(r"\.\s|\n\n", text)[0]] = number
+    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))
+    return [[*numbers.items()][index] for index in order]
 
 
 def make_encoder() -> nn.Module:

@@ -74,8 +74,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if rank == 0:
         whole, kept = (
-            sum(map(torch.Tensor.numel, each)) / 1e6
-            for each in (model.parameters(), (param.to_local() for param in model.parameters()))
+            sum(map(torch.Tensor.numel, tensors)) / 1e6
+            for tensors in (model.parameters(), (param.to_local() for param in model.parameters()))
         )
         print(f"{whole:.1f} million parameters, of which this rank keeps {kept:.1f}", flush=True)
 

@@ -38,14 +38,14 @@ Pairs = list[tuple[str, str]]
 
 def read_pairs() -> Pairs:
     """Functions as (the first sentence of their documentation, the words of their signature), shuffled."""
-    found = {}
+    sentences = {}
     for module in MODULES:
         source = Path(sysconfig.get_paths()["stdlib"], f"{module}.py").read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
-                words = " ".join([node.name, *(each.arg for each in node.args.args)]).replace("_", " ")
-                found[words.strip()] = re.split(r"\.\s|\n\n", text)[0]
-    pairs = [(text, words) for words, text in found.items()]
+                words = " ".join([node.name, *(arg.arg for arg in node.args.args)]).replace("_", " ")
+                sentences[words.strip()] = re.split(r"\.\s|\n\n", text)[0]
+    pairs = [(text, words) for words, text in sentences.items()]
     return [pairs[index] for index in torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))]
 
 
@@ -128,7 +128,7 @@ def main() -> None:
     dist.barrier()
     loaded = shard(PeftModel.from_pretrained(quantised_encoder(options.weights), options.adapters))
     with torch.no_grad():
-        vectors, again = (embed(each.eval(), tokenizer, held_out) for each in (model, loaded))
+        vectors, again = (embed(encoder.eval(), tokenizer, held_out) for encoder in (model, loaded))
     report = {"before": before.item(), "after": contrast(vectors).item(), "adapters": len(adapters)}
     if world.is_first:
         print(json.dumps({**report, "reload_differs_by": (vectors - again).abs().max().item()}), flush=True)

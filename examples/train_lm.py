@@ -143,7 +143,7 @@ class Run:
 def readable(text: bytes) -> str:
     """Returns text for a terminal: bytes that are no text, as an untrained model writes them, as `\\xff`."""
     decoded = text.decode(errors="backslashreplace")
-    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in decoded)
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in decoded)
 
 
 def print_line(step: int, steps: int, shown: dict[str, str]) -> None:

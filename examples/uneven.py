@@ -110,8 +110,8 @@ def main() -> None:
     dist.all_reduce(shares)
     if rank == 0:
         print(f"held-out loss {sums[0] / sums[1]:.2f}")
-        for each, (none, others) in enumerate(shares):
-            print(f"rank {each}: no batch in {none:.0f} % of steps, helps in {others:.0f} % of passes")
+        for number, (none, others) in enumerate(shares):
+            print(f"rank {number}: no batch in {none:.0f} % of steps, helps in {others:.0f} % of passes")
     dist.destroy_process_group()
 
 

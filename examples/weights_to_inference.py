@@ -88,9 +88,9 @@ def train(way: str, where: str, steps: int, every: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % every == 0:
-            found = changes.collect()
+            collected = changes.collect()
             try:
-                engine.send_changes(found)
+                engine.send_changes(collected)
             except PeerLost as error:
                 print(f"training goes on alone: {error}", file=sys.stderr)
     engine.close()

@@ -39,7 +39,7 @@ def by_hand():
     plain = make_model()
     every = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, parts)
-    sum(loss_of(plain, part) for each in every for part in each).div(len(parts) * len(every)).backward()
+    sum(loss_of(plain, part) for of_rank in every for part in of_rank).div(len(parts) * len(every)).backward()
     return [param.grad for param in plain.parameters()]
 
 
@@ -67,14 +67,14 @@ for number, part in enumerate(parts, 1):
 clip_grad_norm_(sharded, 1.0)
 
 expected = by_hand()
-for found, wanted in zip(sharded.parameters(), expected):
+for param, grad in zip(sharded.parameters(), expected):
     norm = torch.nn.utils.get_total_norm(expected)
-    torch.testing.assert_close(found.grad.full_tensor(), wanted * min(1, 1 / norm), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(param.grad.full_tensor(), grad * min(1, 1 / norm), rtol=1e-4, atol=1e-6)
 
 for part in parts:
     (loss_of(model, part) / len(parts)).backward()
 
 with FSDP.summon_full_params(model, with_grads=True):
-    found = [param.grad.clone() for param in model.parameters()]
+    grads = [param.grad.clone() for param in model.parameters()]
 
 dist.destroy_process_group()

@@ -61,9 +61,9 @@ for block in sharded.blocks:
     fully_shard(block)
 fully_shard(sharded)
 moments = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
-found = checkpoint.load("runs/resumed", sharded, moments, {"scheduler": scheduler}, step=20)
+loaded = checkpoint.load("runs/resumed", sharded, moments, {"scheduler": scheduler}, step=20)
 
-assert found.step == 20 and first in (1, 31) and pending.done()
+assert loaded.step == 20 and first in (1, 31) and pending.done()
 with FSDP.summon_full_params(model):
     for name, param in sharded.named_parameters():
         assert torch.equal(param.full_tensor(), model.get_parameter(name)), name

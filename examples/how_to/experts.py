@@ -59,7 +59,7 @@ checkpoint.load("runs/experts", resumed, optimizer)
 dist.barrier()
 plain = AutoModelForCausalLM.from_pretrained("runs/experts_full")
 with torch.no_grad():
-    losses = [each(**batches[0]).loss for each in (model, resumed, plain)]
+    losses = [net(**batches[0]).loss for net in (model, resumed, plain)]
 torch.testing.assert_close(losses, [losses[-1]] * 3)
 
 
@@ -91,7 +91,7 @@ class Experts(nn.Module):
     def forward(self, rows, counts):
         """Takes rows in the order of their experts, and how many each expert gets."""
         dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=self.group)
-        to, from_ = (each.view(-1, self.here).sum(1).tolist() for each in (counts, coming))
+        to, from_ = (per_expert.view(-1, self.here).sum(1).tolist() for per_expert in (counts, coming))
         rows = Send.apply(rows, to, from_, self.group)
         expert = torch.arange(self.here).repeat(len(to)).repeat_interleave(coming)
         out = torch.empty_like(rows)
@@ -112,8 +112,8 @@ class Net(nn.Module):
         x = self.embed(text[:, :-1]).flatten(0, 1)
         gate, chosen = self.router(x).softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
-        found = self.experts(x[order], chosen.bincount(minlength=8))
-        x = x + gate[:, None] * torch.zeros_like(x).index_copy(0, order, found)
+        output = self.experts(x[order], chosen.bincount(minlength=8))
+        x = x + gate[:, None] * torch.zeros_like(x).index_copy(0, order, output)
         return F.cross_entropy(self.head(x), text[:, 1:].flatten())
 
 

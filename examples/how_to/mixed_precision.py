@@ -58,8 +58,8 @@ for block in sharded.blocks:
 fully_shard(sharded, mp_policy=policy)
 
 assert out.dtype == torch.bfloat16 and sharded(batch).dtype == torch.bfloat16
-for each in (model, sharded):
-    assert all(param.dtype == torch.float32 for param in each.parameters())
+for wrapped in (model, sharded):
+    assert all(param.dtype == torch.float32 for param in wrapped.parameters())
 
 kept = MixedPrecision(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, _module_classes_to_ignore=(nn.LayerNorm,)

@@ -73,5 +73,5 @@ if __name__ == "__main__":
 
     forked = make_model()
     checkpoint.load("runs/forked", forked)
-    for found, expected in zip(model.parameters(), forked.parameters(), strict=True):
-        assert torch.equal(found, expected)
+    for param, expected in zip(model.parameters(), forked.parameters(), strict=True):
+        assert torch.equal(param, expected)

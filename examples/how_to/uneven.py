@@ -63,7 +63,7 @@ def of_all(mine):
     """Returns the lists of all ranks as one."""
     every = [None] * world_size
     dist.all_gather_object(every, mine)
-    return [each for found in every for each in found]
+    return [part for of_rank in every for part in of_rank]
 
 
 def compare(model, plain, steps, loss_of=loss_of, weight_decay=0.01):
@@ -76,8 +76,8 @@ def compare(model, plain, steps, loss_of=loss_of, weight_decay=0.01):
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    for found, wanted in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(found.full_tensor(), wanted)
+    for param, expected in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(param.full_tensor(), expected)
 
 
 counts = [(2, 3, 1, 2), (0, 2, 4, 1), (3, 0, 0, 2), (0, 1, 0, 0), (1, 1, 1, 1)]  # by step and rank
@@ -300,7 +300,7 @@ class UnevenTrainer(Trainer):
 
 def keep_short(samples):
     """Makes a list of micro-batches of what one rank gets for a step; the list may be empty."""
-    texts = [each["text"][None] for each in samples if len(each["text"]) < 8]
+    texts = [sample["text"][None] for sample in samples if len(sample["text"]) < 8]
     return {"parts": [{"input_ids": text, "labels": text} for text in texts]}
 
 

@@ -47,11 +47,11 @@ except fsdp_wrap.CorruptionError as error:  # on all ranks, with the same text
 assert (first.rank, first.unit, first.phase, first.index) == (1, "1", "shard", (6, 3))
 
 
-def leave(found):
-    if rank in found.suspects:
+def leave(corruption):
+    if rank in corruption.suspects:
         with open(bad_hosts, "a") as hosts:
-            print(socket.gethostname(), found.describe(), file=hosts)
-    raise SystemExit(f"rank {found.rank} is faulty")
+            print(socket.gethostname(), corruption.describe(), file=hosts)
+    raise SystemExit(f"rank {corruption.rank} is faulty")
 
 
 try:

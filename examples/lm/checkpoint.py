@@ -41,12 +41,12 @@ class Folder:
         """Continue from the latest complete checkpoint, which must not lie beyond `last_step`."""
         on_first_rank(self._check)
         try:
-            found = checkpoint.load(self.path, model, optimizer)
+            loaded = checkpoint.load(self.path, model, optimizer)
         except (ValueError, checkpoint.DamagedCheckpoint) as error:
             raise RunError(str(error)) from None
-        if found.step > last_step:
-            raise RunError(f"{found.folder} lies beyond the last step asked for, --steps {last_step}")
-        return found.step
+        if loaded.step > last_step:
+            raise RunError(f"{loaded.folder} lies beyond the last step asked for, --steps {last_step}")
+        return loaded.step
 
     def _prepare(self) -> None:
         held = sorted(path.name for path in self.path.glob("step_*"))

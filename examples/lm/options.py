@@ -58,8 +58,8 @@ class Options:
         """Whatever decides the course of the training: a run with another identity is another run."""
         names = ("wrap", "optimizer", "lr", "warmup", "seed")
         training = {name: getattr(self, name) for name in names}
-        found = {**asdict(self.model), **training, "global batch": global_batch, "data": corpus.digest}
-        return found | ({"micro-batch": self.batch} if self.reproducible else {})
+        settings = {**asdict(self.model), **training, "global batch": global_batch, "data": corpus.digest}
+        return settings | ({"micro-batch": self.batch} if self.reproducible else {})
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:

@@ -27,15 +27,15 @@ def make_reproducible(model: FullyShardedDataParallel, options: Options) -> Repr
 
 def digest(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> str:
     """Returns a hash of all parameters and of the optimizer's state; called by every rank."""
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for name, value in iter_full_params(model):
-        _add(found, name, value)
+        _add(hasher, name, value)
     for name, key, value in iter_full_optim_state(model, optimizer):
         if isinstance(value, torch.Tensor):
-            _add(found, f"{name} {key}", value)
-    return found.hexdigest()
+            _add(hasher, f"{name} {key}", value)
+    return hasher.hexdigest()
 
 
-def _add(found: hashlib.blake2b, name: str, value: torch.Tensor) -> None:
-    found.update(name.encode())
-    found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+def _add(hasher: hashlib.blake2b, name: str, value: torch.Tensor) -> None:
+    hasher.update(name.encode())
+    hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

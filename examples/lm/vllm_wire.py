@@ -142,9 +142,9 @@ class VLLMTransfer:
     def _begun(self, server: VLLMServer) -> _Update:
         tensors = self._source.metadata()
         info = {
-            "names": [each.name for each in tensors],
-            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in tensors],
-            "shapes": [list(each.shape) for each in tensors],
+            "names": [tensor.name for tensor in tensors],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
         }
 
         def told() -> None:

@@ -100,11 +100,11 @@ class WeightSender:
     def send_changes(self, changes: Changes) -> None:
         """Sends what `WeightChanges.collect` has found; raises `PeerLost` on the first rank."""
         self.version += 1
-        metadata = [WeightMeta(each.name, each.value.dtype, (len(each.index),)) for each in changes]
+        metadata = [WeightMeta(change.name, change.value.dtype, (len(change.index),)) for change in changes]
         self._announce("changes", metadata, changes.checksums)
-        for each in changes if self._pair is not None else ():
-            self._pair.put(each.index)
-            self._pair.put(each.value)
+        for change in changes if self._pair is not None else ():
+            self._pair.put(change.index)
+            self._pair.put(change.value)
 
     def close(self) -> None:
         with suppress(PeerLost):

@@ -54,7 +54,7 @@ class CountedSteps(PlugIn):
         for unit in step.units:
             if unit.params:
                 self._take_over(unit, unit.buffers, micro_batches, average)
-        self._each = max((tree_sums.each for tree_sums in self._sums.values()), default=1)
+        self._per_rank = max((tree_sums.per_rank for tree_sums in self._sums.values()), default=1)
         step.plug_ins.attach(self)
         exact_powers.update(dict.fromkeys(self.params, exact_power))
         _living.add(self)
@@ -74,8 +74,8 @@ class CountedSteps(PlugIn):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses a step with incomplete gradients, and optimizers that round by place."""
         held = [*held_params(optimizer).intersection(self.params)]
-        if held and (self._open or self.done not in (0, self._each)):
-            raise too_few(self.done, self._each)
+        if held and (self._open or self.done not in (0, self._per_rank)):
+            raise too_few(self.done, self._per_rank)
         if held and optimizer not in self._checked:
             refuse_optimizer(optimizer, held)
             self._checked.add(optimizer)
@@ -105,9 +105,9 @@ class CountedSteps(PlugIn):
         """Begins one of this rank's micro-batches."""
         if self._open:
             self._drop()
-        refusal = self._refusal() if self.done == self._each else None
+        refusal = self._refusal() if self.done == self._per_rank else None
         for unit, sums in self._sums.items():
-            sums.begin(self.done % self._each, refusal)
+            sums.begin(self.done % self._per_rank, refusal)
             if not unit.options.syncs:
                 unit.set(syncs=True)
                 self._unsynced.append(unit)
@@ -120,14 +120,14 @@ class CountedSteps(PlugIn):
         A backward counts if it adds to a parameter. Those for inputs alone leave all as it is.
         """
         if step.gradients_came:
-            self.done = self.done % self._each + 1
+            self.done = self.done % self._per_rank + 1
             self.backwards += 1
-            if self.done == self._each:
+            if self.done == self._per_rank:
                 step.ending.complete()
 
     def backward_ended(self, step: Step) -> None:
         """Hands over the sums of a complete step."""
-        if step.gradients_came and self.done == self._each:
+        if step.gradients_came and self.done == self._per_rank:
             for unit, sums in self._sums.items():
                 sums.finish_without(unit.segments)
         self._close()
@@ -135,7 +135,7 @@ class CountedSteps(PlugIn):
     def _refusal(self) -> RuntimeError | None:
         """Returns the error of adding to gradients of a complete step, if they are still there."""
         grads = (to_local(param.grad) for param in self.params if param.grad is not None)
-        return leftovers(self._each) if any(bool(grad.any()) for grad in grads) else None
+        return leftovers(self._per_rank) if any(bool(grad.any()) for grad in grads) else None
 
     def _close(self) -> None:
         """Gives back the user's settings of accumulation after a backward."""

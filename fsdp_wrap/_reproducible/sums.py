@@ -28,7 +28,7 @@ class TreeSums(PlugIn):
         leaves: Number of micro-batches in a step.
 
     Attributes:
-        each: Number of micro-batches of each rank.
+        per_rank: Number of micro-batches of each rank.
     """
 
     order = Precedence.RANKS
@@ -36,7 +36,7 @@ class TreeSums(PlugIn):
     def __init__(self, buffers: Buffers, leaves: int) -> None:
         self._ranks, self._replicas = buffers.communicator, buffers.replicas
         self._copies, self._leaves = buffers.replicas.size, leaves
-        self.each = leaves // (self._ranks.size * self._copies)
+        self.per_rank = leaves // (self._ranks.size * self._copies)
         self._index = 0  # of the running backward among this rank's
         self._refusal: RuntimeError | None = None
         self._trees: dict[ShardedParams, SumTree] = {}
@@ -65,10 +65,10 @@ class TreeSums(PlugIn):
             self._added[params] = self._index
             tree = self._trees.setdefault(params, SumTree(first, segment.dtypes.reduce))
             tree.push(Node(first + self._index, 1, own))
-            if self._index + 1 < self.each:
+            if self._index + 1 < self.per_rank:
                 tree.settle()
                 segment.gradients.drop()
-        gradients.join(self._exchange([] if self._index + 1 < self.each else segments))
+        gradients.join(self._exchange([] if self._index + 1 < self.per_rank else segments))
 
     def averaged(self, sharded: ShardedParams, reduced: torch.Tensor) -> None:
         """Makes zeros positive, as the notes of used parameters do with the first element on each rank."""
@@ -83,14 +83,14 @@ class TreeSums(PlugIn):
 
     def _first_of(self, rank: int) -> int:
         """Returns the first micro-batch of a rank of this copy."""
-        return (self._replicas.rank * self._ranks.size + rank) * self.each
+        return (self._replicas.rank * self._ranks.size + rank) * self.per_rank
 
     def _exchange(self, segments: Sequence[Segment]) -> TreeReduction:
         """Issues the exchange of this copy's sums; of none before the last backward."""
-        spans = [nodes_within(self._first_of(rank), self.each) for rank in range(self._ranks.size)]
+        spans = [nodes_within(self._first_of(rank), self.per_rank) for rank in range(self._ranks.size)]
         trees = [self._trees.pop(segment.params) for segment in segments]
         for tree in trees:
-            tree.fill(self._first_of(self._ranks.rank) + self.each)
+            tree.fill(self._first_of(self._ranks.rank) + self.per_rank)
         exchanges = [
             Exchange(self._ranks, tree.nodes, spans, segment.layout.shard_numel)
             for segment, tree in zip(segments, trees)
@@ -114,7 +114,7 @@ class TreeSums(PlugIn):
 
     def _over_replicas(self, nodes: Sequence[Node], dtype: torch.dtype) -> list[Node]:
         """Exchanges sums with the other copies; returns all sums, for a piece of this rank's part."""
-        number = self._ranks.size * self.each
+        number = self._ranks.size * self.per_rank
         own = SumTree(self._replicas.rank * number, dtype)
         for node in nodes:
             own.push(node)

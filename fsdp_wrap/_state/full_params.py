@@ -205,7 +205,7 @@ def settle(units: Iterable[Unit], doing: str) -> None:
 
 
 def sharded_buffers(units: Iterable[Unit]) -> list[Buffers]:
-    """Reshards units and their lenders; returns their buffers, save those that show something on purpose."""
+    """Reshards units and their lenders; returns the buffers that show nothing else to the user."""
     all_buffers = []
     for unit in used_by(units):
         if unit.buffers.become_sharded():

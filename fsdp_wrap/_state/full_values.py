@@ -135,7 +135,7 @@ def value_held_here(key: str, tensor: torch.Tensor) -> FullValue:
 
 
 def copier(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Returns what copies a tensor into one of as many elements."""
+    """Returns a function that copies a tensor into another one with as many elements."""
     return lambda out: out.view(source.shape).copy_(source.detach(), non_blocking=True)
 
 
@@ -215,7 +215,7 @@ def stream(
 
 
 def _issue(waiting: deque[list[FullValue]], issued: deque[_Issued], room: int, only: Receivers) -> bool:
-    """Issues what fits, and one gather in any case; returns whether any is on its way."""
+    """Issues gathers that fit into `room`, but at least one; returns whether any is in flight."""
     room -= sum(_nbytes(batch) for batch, _, _ in issued)
     while waiting and (not issued or _nbytes(waiting[0]) <= room):
         batch = waiting.popleft()
@@ -666,7 +666,7 @@ class Keepers:
 
 
 def used(tensors: Iterator[Named], use: Callable[[Iterator[Named]], T]) -> tuple[T | None, Exception | None]:
-    """Lets this rank use what it gathers, and take part in the gathers whatever comes of that.
+    """Lets this rank use tensors that it gathers; it takes part in all gathers even if that fails.
 
     Returns:
         The result, and what was raised by using them. What a gather raises is raised, as on other ranks.
@@ -694,7 +694,7 @@ def _noting(tensors: Iterator[Named], errors: list[Exception]) -> Iterator[Named
 
 
 def _beside(all_buffers: Iterable[Buffers]) -> list[Communicator]:
-    """Returns what leads to the ranks that hold other parts, where tensor parallelism has distributed any."""
+    """Returns communicators with the ranks that hold other parts of parameters (tensor parallelism)."""
     for buffers in all_buffers:
         for part in (
             part for sharded in buffers.params for part in sharded.distributed or () if part is not None

@@ -1,4 +1,4 @@
-"""What of a state dict does not fit a model, in messages of a length that people read."""
+"""Messages about values of a state dict that do not fit a model, short enough to be read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shown(problems: Iterable[str]) -> list[str]:
 
 
 def tell_prefix(missing: Iterable[str], unexpected: Iterable[str]) -> Iterator[str]:
-    """Yields a cure where names are unexpected only for what a module around the saved one has added."""
+    """Yields a cure where names differ only by what a wrapper has added, such as `module.`."""
     lacking = set(missing)
     for key in unexpected:
         added = [part for part in _WRAPPERS if part in f".{key}" and _without(key, [part]) != key]

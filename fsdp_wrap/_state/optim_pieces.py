@@ -94,7 +94,7 @@ def _full_value(
 
 
 def _is_by_more(original: Original, key: str, shape: torch.Size) -> bool:
-    """Whether state of this shape has one element for a block, or entries for each row."""
+    """Whether state of this shape has one element per block, or one entry per row."""
     if key.endswith(SCALE):
         return block_of(original.shape.numel(), shape[0]) is not None
     return len(original.shape) > 1 and shape[:1] == original.shape[:1]

@@ -151,7 +151,7 @@ class Original:
         return self.piece(self.interval.own(full).to(self.source.device, copy=True))
 
     def taken_apart(self, value: Any) -> Any:
-        """Returns a full value as the tensor that is cut; what does not fit as it is."""
+        """Returns the tensor of a full value that ranks cut; returns values that do not fit unchanged."""
         return value if self.sharded is None else self.sharded.taken_apart(self.index, value)
 
     @property

@@ -159,12 +159,12 @@ class SmallStates(ABC):
         return entry
 
     def _as_loaded(self, entry: State) -> State:
-        """Undoes that, for what the optimizer is to load."""
+        """Undoes `as_in_optimizer`, for an entry that the optimizer loads."""
         return entry
 
     @abstractmethod
     def _codes_of(self, key: str, value: Any, entry: Mapping[str, Any]) -> _Codes | None:
-        """Returns the codes of a state; None where it is no such state."""
+        """Returns the codes of a state; None for a state without codes."""
 
     def _of_key(self, key: str, entry: Mapping[str, Any]) -> State:
         """Returns what an optimizer keeps of one state."""

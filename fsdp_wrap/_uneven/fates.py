@@ -75,7 +75,7 @@ def _norm(grad: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def follow_fates(params: Sequence[nn.Parameter], fates: Sequence[int]) -> None:
-    """Does with gradients as other ranks have done; with those that no rank knows as with most others."""
+    """Drops or zeroes gradients as other ranks did; where no rank knows, does the least done to any."""
     known = min(fates, default=Fate.UNKNOWN)
     for param, fate in zip(params, fates, strict=True):
         done = known if fate == Fate.UNKNOWN else fate

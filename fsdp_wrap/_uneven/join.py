@@ -51,7 +51,7 @@ class _Steps:
         self._taken.append((self._known.index(optimizer), _settings_of(optimizer)))
 
     def follow(self, peers: Peers, iteration: int) -> None:
-        """Takes the steps that other ranks have taken more; collective."""
+        """Takes the optimizer steps that other ranks took and this one has not; collective."""
         counts = [int(row[0]) for row in peers.agree(AGREES, [len(self._taken)], iteration).values()]
         least, own = min(counts), len(self._taken)
         if least == max(counts):
@@ -157,7 +157,7 @@ class _JoinRounds(Rounds):
         return active
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuses a step with gradients that joined ranks have otherwise."""
+        """Refuses a step with gradients that were written to on this rank and not on joined ranks."""
         if not self.shadowed or self._rank not in self._active:
             return
         held = held_params(optimizer)
@@ -175,7 +175,7 @@ class _JoinRounds(Rounds):
         return self in self._step.plug_ins.attached
 
     def _follow_last_fates(self) -> None:
-        """Does with this rank's parts of gradients as the ranks have done that had the last batch."""
+        """Drops or zeroes this rank's gradients as the ranks with the last batch did."""
         rows = self.peers.agree(AGREES, self._gradients.fates(), self._step.iteration)
         if self._rank not in self._active:
             fates = [min(map(int, fates)) for fates in zip(*(rows[rank] for rank in self._active))]

@@ -24,7 +24,7 @@ class RoundOptions:
         self._divided = {unit: unit.buffers.gradients.contributors for unit in averaged if unit.params}
 
     def gather_wholes(self) -> None:
-        """Lets units keep no part of their full parameters, which not all ranks would have."""
+        """Makes units free all of their full parameters: not all ranks would have kept a part of them."""
         for step in self._steps:
             for unit in step.units:
                 if unit.options.reshards_within is not None:

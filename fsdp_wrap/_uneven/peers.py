@@ -102,7 +102,7 @@ class Peers:
                 self._sent.append((peer, group.send([numbers], peer, _TAG)))
 
     def settle(self) -> None:
-        """Waits until all that was sent has come."""
+        """Waits until all sent numbers have arrived."""
         sent, self._sent = self._sent, []
         if sent:
             self._wait(sent)

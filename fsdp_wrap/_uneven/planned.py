@@ -19,7 +19,7 @@ def peers_over(members: Iterable[int]) -> Peers:
 
 
 class PlannedPeers(Peers):
-    """Peers that are not there: they help the leader, and do as the leader does where one helps.
+    """Stands in for absent peers: they help a planned rank that leads, and lead one that helps.
 
     Args:
         members: Their global ranks, and the planned one.

@@ -88,7 +88,7 @@ class Rounds(PlugIn):
 
     @property
     def separates(self) -> bool:
-        """Gradients are not pooled before the end of the context."""
+        """True: ranks come to different places, and gradients are pooled when the context ends."""
         return True
 
     @property
@@ -161,7 +161,7 @@ class Rounds(PlugIn):
     def _agree(
         self, turn: Turn, model: int = 0, beside: Iterable[GroupPositions] = ()
     ) -> Mapping[int, Sequence[float]]:
-        """Returns what each rank comes with; raises a LeftByError on all ranks if one has failed."""
+        """Returns each rank's numbers; raises a LeftByError on all ranks if one has failed."""
         own: list[float] = [turn, model, *self._wanted[model]]
         for totals, owes in zip(self._backwards, self._owing):
             own += [*totals, owes]
@@ -186,7 +186,7 @@ class Rounds(PlugIn):
         raise LeftByError(told)
 
     def _reset(self) -> None:
-        """Drops what the models' forwards and backwards have left, while the error ends all waiting."""
+        """Resets the models' steps, while the error ends all waiting."""
         for step in self._steps:
             with contextlib.suppress(RuntimeError):  # what is in flight may never end
                 reset(step)
@@ -205,7 +205,7 @@ class Rounds(PlugIn):
         self._agreed[model] = all(row[2] for row in active), all(row[3] for row in active)
 
     def _begin_round(self, rows: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
-        """Returns what the ranks with a forward have come with; refuses forwards of different models."""
+        """Returns the numbers of the ranks with a forward; refuses forwards of different models."""
         leader, *others = self._active
         other = next((rank for rank in others if rows[rank][1] != rows[leader][1]), None)
         if other is not None:
@@ -234,7 +234,7 @@ class Rounds(PlugIn):
     # backwards
 
     def backward_begins(self, step: Step) -> None:
-        """Makes the sums on which the ranks have agreed at the forward, and tells joined ranks."""
+        """Sets up the sums that the ranks agreed on at the forward, and tells joined ranks."""
         if not self._running:  # else the backward has begun in another model
             self._ran.clear()
             if self._pool is not None:

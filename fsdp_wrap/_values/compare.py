@@ -134,7 +134,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def ratio(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns the number by which the first is to be multiplied to be next to the second; 0 if it is none."""
+    """Returns the factor that brings the first closest to the second; 0 if the first is zero."""
     square = one.dot(one).item()
     return one.dot(other).item() / square if square else 0.0
 

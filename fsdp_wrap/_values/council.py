@@ -30,7 +30,7 @@ def all_here(step: Step) -> bool:
 
 
 def all_begin(step: Step) -> bool:
-    """Whether all ranks run the outermost forward that begins: one may evaluate what it holds as a whole."""
+    """Whether all ranks run the outermost forward that begins: one may evaluate alone if it holds all."""
     gathers = any(unit.buffers.communicator.size > 1 for unit in step.units)
     needs_all = torch.is_grad_enabled() or gathers
     return needs_all and all_here(step)

@@ -118,7 +118,7 @@ class Finder(Reader):
         if not all_here(step):
             return
         self._looks.settle()
-        own, met = self._looks.found, self._met[step]
+        own, met = self._looks.finding, self._met[step]
         self._met[step] = step.iteration
         # Counted from the last meeting: a rank that has evaluated alone is further.
         findings = self._councils[step].share(None if own is None else (own.iteration - met, own))

@@ -56,7 +56,7 @@ class NonFinite:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """A key that is smallest for the first in an iteration; what was made comes before what came in."""
+        """Sort key: the first in an iteration is smallest; values made here before values that came in."""
         return self.look, not self.made, self.rank
 
     def describe(self) -> str:

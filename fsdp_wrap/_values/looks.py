@@ -100,12 +100,12 @@ class Looks:
         deferred: Whether results stay on the device until `settle`, since reading each would wait for it.
 
     Attributes:
-        found: The first finding since the last `take`.
+        finding: The first one since the last `take`.
     """
 
     def __init__(self, rank: int, deferred: bool) -> None:
         self._rank, self._deferred = rank, deferred
-        self.found: NonFinite | None = None
+        self.finding: NonFinite | None = None
         self._iteration = self._count = 0
         self._recent: deque[tuple[str, float]] = deque(maxlen=_BEFORE)
         self._here: dict[Spot, float] = {}  # the last finite largest values, of earlier iterations too
@@ -133,7 +133,7 @@ class Looks:
                 at once.
         """
         self._count += 1
-        if self.found is not None:
+        if self.finding is not None:
             return
         pieces = [*pieces]
         tensors = [looked_at(piece.data) for piece in pieces]
@@ -149,7 +149,7 @@ class Looks:
     def settle(self, trace: Callable[[Hit], Hit] = lambda hit: hit) -> None:
         """Reads all unread results at once."""
         unread, self._unread = self._unread, []
-        if not unread or self.found is not None:
+        if not unread or self.finding is not None:
             return
         read = iter(torch.stack([extreme for look in unread for extreme in look.extremes]).tolist())
         for look, origin, what, pieces, seen, _ in unread:
@@ -157,7 +157,7 @@ class Looks:
             wrong = [place for place, pair in zip(seen, pairs) if not all(map(math.isfinite, pair))]
             if wrong:
                 hit = named(origin, what, pieces)[wrong[0]]
-                self.found = self._finding(look, hit if self._deferred else trace(hit))
+                self.finding = self._finding(look, hit if self._deferred else trace(hit))
                 return
             self._here[origin.place] = max(max(-low, high) for low, high in pairs)
             self._recent.append((str(origin.place), self._here[origin.place]))
@@ -184,5 +184,5 @@ class Looks:
     def take(self) -> NonFinite | None:
         """Returns the finding, and forgets it."""
         self.settle()
-        finding, self.found = self.found, None
+        finding, self.finding = self.finding, None
         return finding

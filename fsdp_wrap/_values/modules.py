@@ -121,7 +121,7 @@ class ModuleLooks:
         self._looks.look(origin, OUTPUT, activations(tensors), trace)
 
     def _trace(self, module: nn.Module, names: Names, inputs: Any, hit: Hit) -> Hit:
-        """Returns where an output that is not finite comes from: its inputs and parameters are asked."""
+        """Returns the origin of an output that is not finite: a parameter, buffer, input or the module."""
         for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, value in held.items():
                 if value is not None and not_finite(value):

@@ -128,7 +128,7 @@ def step_pieces(unit: Unit, name: str, held: Set[object]) -> Iterator[Piece]:
 
 
 def key_of(param: nn.Parameter) -> object:
-    """Returns what tells a parameter of an optimizer from others, also one that is a piece."""
+    """Returns a key that identifies a parameter of an optimizer, or a piece of a FlatParameter."""
     return (id(param.flat), param.fqn) if isinstance(param, FlatPiece) else id(param)
 
 
@@ -140,7 +140,7 @@ def keys_of(source: nn.Parameter, fqn: str) -> tuple[object, object]:
 def _named(
     unit: Unit, name: str, sharded: ShardedParams, own: Sequence[torch.Tensor | None]
 ) -> Iterator[Piece]:
-    """Yields the pieces of what this rank has of each parameter of a segment; None for nothing."""
+    """Yields the pieces of tensors `own`, one for each parameter of a segment; skips None."""
     cuts = [extent for extent in sharded.layout.extents if isinstance(extent, Cut)]
     for interval, data in zip(() if cuts else sharded.intervals(), own):
         if data is not None:

@@ -69,7 +69,7 @@ class PlainRecorder(Recorder):
         return watched
 
     def _watched(self, unit: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a view of an input whose gradient, as far as this unit makes it, is told."""
+        """Returns a view of an input, which tells of the part of its gradient that this unit makes."""
         if not torch.is_grad_enabled() or not tensor.requires_grad:
             return tensor
         view = tensor.view_as(tensor)

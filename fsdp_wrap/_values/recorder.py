@@ -77,7 +77,7 @@ class Reader:
 
 
 class Recorder(ABC):
-    """What a reader can ask of a model, and the hooks of optimizers.
+    """Tells a reader of a model's values and its optimizers' steps; answers the reader's questions.
 
     Attributes:
         reader: Gets what passes while this is open.
@@ -96,21 +96,21 @@ class Recorder(ABC):
         self._following = ExitStack()
 
     def follow(self) -> None:
-        """Begins to tell of steps of optimizers, and of nothing else."""
+        """Begins to tell the reader of optimizers' steps, and of nothing else."""
         self._following.callback(register_optimizer_step_post_hook(self._on_step).remove)
 
     def open(self) -> None:
-        """Begins to tell of all."""
+        """Begins to tell the reader of values too, and of steps before they run."""
         self.is_open = True
         self.attached.callback(register_optimizer_step_pre_hook(self._before_step).remove)
 
     def close(self) -> None:
-        """Tells no more than steps of optimizers."""
+        """Stops telling of values; goes on telling of optimizers' steps."""
         self.is_open = False
         self.attached.close()
 
     def leave(self) -> None:
-        """Tells nothing any more."""
+        """Stops telling the reader of anything."""
         self.close()
         self._following.close()
 

@@ -221,7 +221,7 @@ def _structure_of(leaf: Any, parts: list[torch.Tensor]) -> Any:
         type(leaf),
         leaf.shape,
         context,
-        [_structure_of(each, parts) if _is_tensor(each) else each for each in inner],
+        [_structure_of(value, parts) if _is_tensor(value) else value for value in inner],
     )
 
 

@@ -106,7 +106,7 @@ def load(
     wait_for_pending(raise_error=False)
     team = Team.of(process_group, "checkpoint.load", model)
     subject = team.together(lambda: Subject(model, optim, extra))
-    folder, manifest, opened = _found(dir, team, step, cache)
+    folder, manifest, opened = _find_step(dir, team, step, cache)
 
     def begun() -> tuple[tuple[KnownReader, _Reading], list[str]]:
         reader = opened()
@@ -118,7 +118,7 @@ def load(
         team.together(lambda: reading.prepare(strict, set.intersection(*map(set, lacked))))
         read(reader, reading.flat, team, lambda: None, trusted=trusted)
         _refuse_damage(team, folder, reader.faults(team))
-    saved = team.together(lambda: reading.found(trusted))
+    saved = team.together(lambda: reading.values(trusted))
     subject.put_in(team, saved["model"], saved["optim"], strict)
     values = team.together(lambda: subject.put_in_extra(saved["extra"]))
     if restore_random_state and saved["random"] is not None:
@@ -126,7 +126,7 @@ def load(
     return Loaded(values, steps.number_of(folder, manifest.step), folder)
 
 
-def _found(
+def _find_step(
     dir: str | os.PathLike[str] | InMemory,
     team: Team,
     step: int | None,
@@ -170,7 +170,7 @@ def _in_store(files: StoredFiles, manifest: Manifest, team: Team) -> StoreReader
 def _agreed_folder(team: Team, dir: str | os.PathLike[str], step: int | None) -> Path:
     """Returns the step folder that the first rank has found, as this rank names it."""
     parent = team.together(lambda: steps.path_at(dir))
-    name = team.on_first(lambda: "" if (found := steps.find(parent, step)) == parent else found.name)
+    name = team.on_first(lambda: "" if (chosen := steps.find(parent, step)) == parent else chosen.name)
     folder = parent / name
     by_rank = team.gather((where_is(folder), folder.is_dir(), steps.sum_of_manifest(folder)))
     first, *expected = by_rank[0]
@@ -264,7 +264,7 @@ class _Reading:
             self._warn_of_others(self._folder, self._manifest)
         self.flat = dict(self._allocated(model))
 
-    def found(self, trusted: bool) -> dict[str, Any]:
+    def values(self, trusted: bool) -> dict[str, Any]:
         """Returns the values read: "model", "optim", "extra", "random"; None for parts not to be loaded."""
         state: dict[str, Any] = unflatten_state_dict(self.flat, self._metadata.planner_data)
         packed = state.get("extra", {}).get(self._rank, {})

@@ -357,7 +357,7 @@ def _stand_in(real: Any) -> _StandIn:
 
 
 class _Code:
-    """The value of an enum's member, which is one for all, and so nothing for a pickle to change."""
+    """Stands for an enum's member in a pickle: all code shares the real one, which no pickle may change."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -369,7 +369,7 @@ class _Code:
 
 
 class _WrittenAt(pathlib.PurePosixPath):
-    """Where it was written. A class of its own: a pickle may set attributes of classes that it names."""
+    """The path where a step was written: our own class, since a pickle may set attributes of classes."""
 
 
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")

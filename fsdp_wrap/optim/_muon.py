@@ -44,7 +44,7 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` for sharded models, and another optimizer for what is no matrix.
+    """`torch.optim.Muon` for sharded models, and another optimizer for parameters that are not matrices.
 
     Arguments and numbers are those of `torch.optim.Muon` on the whole model, which does not know of shards.
     Momentum is sharded as the parameters are. Each matrix goes to one rank, which orthogonalises its update,
@@ -149,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __reduce__(self) -> Any:
-        """Refuses to be copied: it belongs to its model, and to the ranks that have that between them."""
+        """Refuses copies and pickles: this optimizer belongs to its model and to the model's ranks."""
         raise TypeError(
             "Muon cannot be copied or pickled: make one for the copied model, and load state_dict() into it"
         )
@@ -214,7 +214,7 @@ class Muon(torch.optim.Optimizer):
         return False
 
     def _averaged(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """Adds gradients to the momentum, and returns what is to be orthogonalised, of this rank."""
+        """Adds gradients to the momentum; returns this rank's parts of the updates, to be orthogonalised."""
         if not params:
             return []
         grads = [*map(_own_gradient, params)]

@@ -173,9 +173,9 @@ def exchange_shards(optimizer: torch.optim.Optimizer, shards: Any) -> Any:
 
 
 class _KeptShards:
-    """The plain shards of an optimizer from step to step, as long as nobody drops what is public of them.
+    """Keeps an optimizer's plain shards between steps, until other code drops a parameter or its state.
 
-    So memory goes when others replace parameters or state, as those do who move them to the host.
+    So their memory is freed when other code replaces these, as it does to move them to the host.
     """
 
     def __init__(self) -> None:

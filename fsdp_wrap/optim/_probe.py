@@ -268,7 +268,7 @@ def _train(
 
 @torch.no_grad()
 def _loss(params: Sequence[nn.Parameter], slopes: Tensors, offsets: Tensors) -> torch.Tensor:
-    """Sets the gradients of a sum over all elements, and returns that."""
+    """Returns a sum over all elements, and sets its gradients."""
     total = torch.zeros(())
     for param, slope, offset in zip(params, slopes, offsets):
         param.grad = slope * param + offset

@@ -188,7 +188,7 @@ class ShardRuns:
 
     def hand_back(self, public: dict[Any, State]) -> bool:
         """Updates the `DTensor`s' state after a step; returns whether any value is new."""
-        if same(self._found(), self._values):
+        if same(self._state_values(), self._values):
             if self._numbers:
                 foreach_copy_(self._numbers, self._sources)
             self._versions = [*map(_VERSION, self._numbers)]
@@ -198,11 +198,11 @@ class ShardRuns:
         self._note()
         return True
 
-    def _found(self) -> list[Any]:
+    def _state_values(self) -> list[Any]:
         return [value for run in self._joint for value in run.state.values()]
 
     def _note(self) -> None:
-        self._values = self._found()
+        self._values = self._state_values()
         pairs = [(numbers, run.state[name]) for run in self._joint for name, numbers in run.numbers.items()]
         self._numbers = [numbers for numbers, _ in pairs]
         self._sources = [value.detach().expand_as(numbers) for numbers, value in pairs]

@@ -84,6 +84,6 @@ def _step_of(kind: Any) -> Callable[[Any], Any] | None:
 
 
 def _has_dtensors(groups: list[dict[str, Any]]) -> bool:
-    """Whether there are any, and no gradients are to go through the step."""
+    """Whether groups have `DTensor`s, and none is `differentiable`."""
     kinds = {*map(type, chain.from_iterable(group["params"] for group in groups))}
     return DTensor in kinds and not any(group.get("differentiable") for group in groups)

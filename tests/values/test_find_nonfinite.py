@@ -357,13 +357,13 @@ def test_results_that_stay_on_the_device_are_read_once():
         values[1, 1] = value
         spot = Spot("output", f"blocks.{step}", f"blocks.{step}")
         looks.look(Origin(spot, True, "Made here"), "output", activations([torch.ones(2), values]))
-        assert looks.found is None
-    found = looks.take()
-    assert found is not None and looks.take() is None
-    assert (found.rank, found.iteration, found.look, found.unit) == (3, 7, 2, "blocks.1")
-    assert (found.tensor, found.shape, found.index, found.nan) == ("output 1", (2, 3), None, -1)
-    assert found.before == (("output of 'blocks.0'", 1.0),)
-    assert "output 1 of shape (2, 3) is not finite. Made here." in found.describe()
+        assert looks.finding is None
+    finding = looks.take()
+    assert finding is not None and looks.take() is None
+    assert (finding.rank, finding.iteration, finding.look, finding.unit) == (3, 7, 2, "blocks.1")
+    assert (finding.tensor, finding.shape, finding.index, finding.nan) == ("output 1", (2, 3), None, -1)
+    assert finding.before == (("output of 'blocks.0'", 1.0),)
+    assert "output 1 of shape (2, 3) is not finite. Made here." in finding.describe()
 
 
 def test_tensor_subclasses_are_looked_at_beside_plain_tensors():
@@ -372,8 +372,8 @@ def test_tensor_subclasses_are_looked_at_beside_plain_tensors():
         values = torch.tensor([0.5, value])
         pieces = activations([torch.ones(2), TwoTensor(values, values.clone())])
         looks.look(Origin(spot, True, "Made here"), "parameter", pieces)
-        assert (looks.found is None) is (value == 1.0)
-    assert looks.found is not None and looks.found.tensor == "parameter 1"
+        assert (looks.finding is None) is (value == 1.0)
+    assert looks.finding is not None and looks.finding.tensor == "parameter 1"
 
 
 def test_nothing_sharded_is_refused():

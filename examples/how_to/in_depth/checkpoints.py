@@ -39,8 +39,8 @@ loader, epoch, done, steps = Loader(), 0, 0, 200
 
 extra = {"scheduler": scheduler, "loader": loader, "epoch": epoch}
 if checkpoint.latest("runs/net"):
-    found = checkpoint.load("runs/net", model, optimizer, extra)
-    epoch, done = found["epoch"], found.step
+    loaded = checkpoint.load("runs/net", model, optimizer, extra)
+    epoch, done = loaded["epoch"], loaded.step
 for step in range(done + 1, steps + 1):
     model(torch.randn(2, 8)).square().mean().backward()
     optimizer.step()

@@ -46,6 +46,6 @@ def setup(*, batch=1, length=2048, accumulation=1, recipe=PLAIN):
 if __name__ == "__main__":
     machine = fsdp_wrap.preset("h100", attained=0.6)
     vary = {"length": [4096, 8192]}
-    found = fsdp_wrap.fit(setup, ranks=64, device_memory="75GB", vary=vary, device="cuda", machine=machine)
-    print(found)
-    recipe = found.best.recipe
+    fit = fsdp_wrap.fit(setup, ranks=64, device_memory="75GB", vary=vary, device="cuda", machine=machine)
+    print(fit)
+    recipe = fit.best.recipe

@@ -60,9 +60,9 @@ for name, tensor in source:  # on every rank, as often as you like
 changes = fsdp_wrap.weight_changes(model, dtype=torch.bfloat16)  # when the receiver has all weights
 model(torch.randn(2, 8)).sum().backward()
 optimizer.step()  # a step, or several
-found = changes.collect()  # on every rank; the first has them all
+collected = changes.collect()  # on every rank; the first has them all
 
-apply_changes(theirs.state_dict(), found)  # of the model that the receiver has
+apply_changes(theirs.state_dict(), collected)  # of the model that the receiver has
 
 folder = WeightFolder("runs/weights" if rank == 0 else None)
 folder.send(fsdp_wrap.weight_source(model, dtype=torch.bfloat16))  # on every rank, and fails on all

@@ -87,7 +87,7 @@ class GradientNorms:
             ValueError: If `norm_type` is not positive or `max_norm` negative.
         """
         p, bound = checked_norm(norm_type), checked_bound(max_norm)
-        known = self._found("clip_grad_norm_()")
+        known = self._held_gradients("clip_grad_norm_()")
         require_root(known.units[0], "clip_grad_norm_()")
         if unreduced := known.unreduced:
             warn_caller(_UNREDUCED)
@@ -125,7 +125,7 @@ class GradientNorms:
             ValueError: If `norm_type` is not positive.
         """
         p = checked_norm(norm_type)
-        known = self._found("grad_norms()")
+        known = self._held_gradients("grad_norms()")
         named = known.named()
         values = {
             over: powers_and_presence([piece for _, piece in pairs], p, known.device)
@@ -146,7 +146,7 @@ class GradientNorms:
             original.fqn: norm.to(accumulation_dtype(original.source.dtype)) for original, norm, _ in rows
         }
 
-    def _found(self, doing: str) -> HeldGradients:
+    def _held_gradients(self, doing: str) -> HeldGradients:
         known = self._known if self._known is not None and self._known.is_current else None
         units = units_in(self._module()).values() if known is None else known.units
         require_idle(units, doing)

@@ -84,7 +84,7 @@ class HeldGradients:
             (self._counted if only_owned else watched).append(one._parameters)
         self._counts = [*map(len, self._counted)]
         self._watched = [*(registry.values() for registry in watched), (_END,)]
-        self._found = [*chain.from_iterable(self._watched)]
+        self._seen = [*chain.from_iterable(self._watched)]
 
     @property
     def is_current(self) -> bool:
@@ -93,7 +93,7 @@ class HeldGradients:
             return False
         if [*map(len, self._counted)] != self._counts:
             return False
-        return all(map(operator.is_, chain.from_iterable(self._watched), self._found))
+        return all(map(operator.is_, chain.from_iterable(self._watched), self._seen))
 
     @property
     def replicated(self) -> list[nn.Parameter]:
@@ -157,7 +157,7 @@ class HeldGradients:
             blocks.setdefault(over, []).append(_Blocks(layouts, of_dtensors))
         return blocks
 
-    def _each(self) -> Iterator[tuple[Original, torch.Tensor | None]]:
+    def _with_gradients(self) -> Iterator[tuple[Original, torch.Tensor | None]]:
         """Yields the parameters with this rank's parts of their gradients."""
         gradients = {segment.params: segment.params.gradients.pieces() for segment in self._segments}
         for original in Originals(self._module()).by_name.values():
@@ -174,7 +174,7 @@ class HeldGradients:
             for sharded in buffers.params
         }
         by_over: dict[Over, Named] = {}
-        for original, grad in self._each():
+        for original, grad in self._with_gradients():
             of_layout = None if original.sharded is None else overs[original.sharded]
             over = self._over_of(original.source) if of_layout is None else of_layout[original.index]
             by_over.setdefault(over, []).append((original, grad))

@@ -47,7 +47,7 @@ class NormInParts:
 
 @torch.no_grad()
 def scale_to(grads: Iterable[torch.Tensor], total: torch.Tensor, bound: float) -> None:
-    """Scales gradients, in place, as those of a given total norm are scaled to have at most another one.
+    """Scales gradients in place by the factor that brings a total norm to at most `bound`.
 
     Args:
         grads: This rank's parts of them.

@@ -11,7 +11,7 @@ from fsdp_wrap._runtime import Step, Unit, after_backward, step_of
 
 
 class GradientsInPlace(PlugIn):
-    """Moves each gradient of its unit into the memory of its parameter, where nothing needs that any more."""
+    """Moves each gradient of its unit into its parameter's memory once nothing needs the values there."""
 
     order = Precedence.SETTINGS
     copied = True

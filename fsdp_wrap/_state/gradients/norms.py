@@ -106,7 +106,7 @@ def power(kinds: Iterable[Sequence[torch.Tensor]], p: float, device: torch.devic
 def powers_and_presence(
     pieces: Sequence[torch.Tensor | None], p: float, device: torch.device
 ) -> torch.Tensor:
-    """Returns the powers of all gradients, and then for each a number that is not zero if there is one."""
+    """Returns the power of each gradient's norm, and then for each 1 if it is there, else 0."""
     powers = [power([] if piece is None or not piece.numel() else [[piece]], p, device) for piece in pieces]
     present = [piece is not None for piece in pieces]
     return torch.cat([*powers, torch.tensor(present, dtype=torch.float64, device=device)])

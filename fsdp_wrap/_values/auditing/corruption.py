@@ -51,7 +51,7 @@ class Corruption:
 
     @property
     def order(self) -> tuple[int, int]:
-        """A key that is smallest for the first in a step."""
+        """Sort key: the first finding of a step has the smallest."""
         return _PHASES.index(self.phase), self.rank
 
     def describe(self) -> str:

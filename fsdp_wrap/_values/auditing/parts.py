@@ -79,7 +79,7 @@ class AuditedSegment:
         return plain, weighted
 
     def element_at(self, place: int, rank: int | None = None) -> Element:
-        """Returns the parameter and the index that lie at a place of a rank's part, or next behind it."""
+        """Returns the parameter and index at a place of a rank's part, or next behind it."""
         layout, rank = self.layout, self.communicator.rank if rank is None else rank
         numbers = layout.pack(torch.arange(1, layout.full_numel + 1))
         for gap in layout.padding(numbers) if layout.in_place else ():
@@ -110,7 +110,7 @@ class AuditedSegment:
 
 
 def parts_of(units: Mapping[str, Unit]) -> dict[ShardedParams, AuditedSegment]:
-    """Returns the part of each segment; not of those whose numbers tensor subclasses have."""
+    """Returns the audited part of each segment, save those that hold tensor subclasses."""
     return {
         sharded: AuditedSegment(unit, Key(name, number))
         for name, unit in units.items()

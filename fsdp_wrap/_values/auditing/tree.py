@@ -97,7 +97,7 @@ class TreeAudit(Reader):
         return self._random("step", window).randrange(self._every) == place
 
     def _follow(self) -> None:
-        """Looks on in a drawn step, and not at all in others."""
+        """Opens the recorder in a drawn step, and closes it in any other."""
         if not self._is_drawn():
             self._recorder.close()
         elif not self._recorder.is_open:
@@ -112,7 +112,7 @@ class TreeAudit(Reader):
             self._follow()
 
     def _leads(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer is the one by whose steps are counted: the first that has a parameter.
+        """Whether steps are counted by this optimizer: the first one that has a parameter of the model.
 
         Another one takes its place by a second step in which the leader takes none. Whether the leader still
         lives does not count: ranks collect garbage at different times.
@@ -172,7 +172,7 @@ class TreeAudit(Reader):
 
     @property
     def _looks_on(self) -> bool:
-        """Whether a value belongs to a forward that trains, of all ranks, or to a backward."""
+        """Whether to audit a value: of a backward, or of a forward that trains, if all ranks take part."""
         return self._begun and (self._trains or not self._step.depth) and all_here(self._step)
 
     def _begin_step(self) -> None:

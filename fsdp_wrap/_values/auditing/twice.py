@@ -51,7 +51,7 @@ class _Random:
 
 @dataclass
 class _Forward:
-    """One forward of the drawn unit, with all that it depends on, and what came out."""
+    """One forward of the drawn unit: its inputs, parameters, random state and settings, and its outputs."""
 
     unit: Unit
     compute: Callable[..., Any]

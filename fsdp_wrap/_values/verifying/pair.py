@@ -63,7 +63,7 @@ class Pair:
         return [*departures(self.alone, self.ranks, step, step == self.steps[0], self.grown)]
 
     def tolerance(self, step: int) -> float:
-        """Returns the relative difference that may be left of one that is explained."""
+        """Returns the relative difference that may remain once a cause explains the rest."""
         return max(_CLOSE, self.alone.rounding(step), self.ranks.rounding(step))
 
     def rows(self, step: int, seam: str, rank: int | None = None) -> dict[str, Statistics]:

@@ -44,7 +44,7 @@ class VerifiedStep:
 
     @property
     def largest(self) -> float:
-        """The largest departure of what counts in the end: gradients at the step, and not those before."""
+        """The largest departure of the values that count: of gradients only those that the optimizer sees."""
         return max((size for name, size in self.departures.items() if name != "gradients"), default=0.0)
 
 

@@ -46,7 +46,7 @@ class Destination(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Removes what has not appeared."""
+        """Removes files that have not appeared."""
 
 
 class OnDisk(Destination):

@@ -128,7 +128,7 @@ def export_safetensors(
 def _stored(
     module: nn.Module, layout: HubLayout | None, described: Described, dtype: torch.dtype | None
 ) -> tuple[list[StoredParams], dict[str, Any] | None]:
-    """Returns what files hold of parameters, and what their configuration says of a quantisation."""
+    """Returns the tensors that files will hold, and the configuration of their quantisation."""
     if layout is None:
         stored = [StoredParams.renamed(name, name, about) for name, about in described.items()]
     else:
@@ -144,7 +144,7 @@ def _stored(
 def _contents(
     files: Sequence[Path], quantisation: dict[str, Any] | None, describes: bool
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields names and contents of files, where the configuration describes what is written if it is to."""
+    """Yields names and contents of files; if it `describes`, `config.json` gets the quantisation."""
     for file in files:
         content = file.read_bytes()
         if describes and file.name == "config.json":

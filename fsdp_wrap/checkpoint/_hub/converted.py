@@ -24,14 +24,14 @@ _TEMPORARY = 8
 
 
 class Kept:
-    """What was converted last: the next interval of a parameter, or the next of several, may begin there."""
+    """Keeps the last conversion: the next interval, or the next of several parameters, may need it."""
 
     def __init__(self) -> None:
         self._key: Any = None
         self._made: dict[str, torch.Tensor] = {}
 
     def get(self, key: Any, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Returns what has a key, or makes it when nothing else is kept any more."""
+        """Returns the tensors kept under a key, or drops what is kept and makes them."""
         if self._key != key:
             self._key, self._made = None, {}
             self._made = make()
@@ -130,7 +130,7 @@ class Conversion:
     def _made_of(
         self, parts: Mapping[str, Sequence[torch.Tensor]], rows: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Returns the parameters that are made of sources, or so many rows of them."""
+        """Returns the parameters that sources make, or so many rows of them."""
         for pattern, tensors in parts.items():
             for tensor in tensors:
                 self._converter.add_tensor(self._name, pattern, pattern, tensor)

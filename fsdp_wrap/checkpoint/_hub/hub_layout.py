@@ -28,7 +28,7 @@ _DEQUANTISED = ("fp8", "mxfp4")
 
 
 class HubLayout:
-    """What transformers' own mapping says of a model, which is asked and not copied.
+    """Maps a model's tensors to those in files of the Hub and back, by transformers' own mapping.
 
     Args:
         model: The model on the meta device, with the dtypes of the one that is loaded or saved.
@@ -200,12 +200,12 @@ class HubLayout:
         }
 
     def _initialiser(self, path: str) -> Any:
-        """Returns what initialises a module: the method of the innermost model around it."""
-        names, found = path.split(".") if path else [], self._model
+        """Returns the function that initialises a module: a method of the innermost model around it."""
+        names, innermost = path.split(".") if path else [], self._model
         for end in range(1, len(names) + 1):
             around = self._model.get_submodule(".".join(names[:end]))
-            found = around if hasattr(around, "_init_weights") else found
-        return found._init_weights
+            innermost = around if hasattr(around, "_init_weights") else innermost
+        return innermost._init_weights
 
     def _ignores(self, *names: str) -> bool:
         """Whether the model's class says that a file may have a tensor which it does not use."""
@@ -214,7 +214,7 @@ class HubLayout:
 
 
 def _unset(dtype: torch.dtype) -> float | int | bool:
-    """Returns what no computed buffer is full of."""
+    """Returns the fill value of buffers that nothing has computed yet."""
     if dtype == torch.bool:
         return False
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min + 1

@@ -41,11 +41,11 @@ class Initialised(ReadsOnAccess):
 
     @property
     def is_set(self) -> bool:
-        """Whether the class has a value for it."""
+        """Whether the model's class initialises the parameter."""
         return not self.read(0, self.shape.numel()).isnan().any()
 
     def _made(self) -> dict[str, torch.Tensor]:
-        """Initialises the parameters of the module in host memory; it has its own again afterwards."""
+        """Returns newly initialised parameters of the module, in host memory; it has its own afterwards."""
         before = dict(self._owner.named_parameters(recurse=False))
         made = {
             name: nn.Parameter(torch.full_like(param, _UNSET, device="cpu"), False)
@@ -64,7 +64,7 @@ class Initialised(ReadsOnAccess):
 
 @contextmanager
 def _drawn_by(seed: int) -> Iterator[None]:
-    """Draws random numbers on the host by a seed inside, and goes on as before afterwards."""
+    """Seeds the host's random numbers inside, and restores their state afterwards."""
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:

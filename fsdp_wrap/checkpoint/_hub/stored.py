@@ -34,7 +34,7 @@ class StoredParams:
 
     @classmethod
     def converted(cls, params: Sequence[str], described: Described, make: Make) -> StoredParams:
-        """Returns what `make` makes of parameters, which it is asked on the meta device."""
+        """Describes the tensors that `make` makes of parameters, by calling it on the meta device."""
         empty = {
             param: torch.empty(tuple(described[param][0]), dtype=described[param][1], device="meta")
             for param in params

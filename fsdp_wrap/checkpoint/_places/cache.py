@@ -29,7 +29,7 @@ _CHUNK = 2**23  # bytes: as many as one request to a store brings
 
 
 class Torn(Exception):
-    """Other bytes than were written."""
+    """The bytes of a file are not those that were written."""
 
 
 class SummedRange(BufferedIOBase):
@@ -66,7 +66,7 @@ class SummedRange(BufferedIOBase):
         return done
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yields what is left, a few MB at once, each in the memory of the one before."""
+        """Yields the remaining bytes, a few MB at once; each chunk reuses the memory of the one before."""
         memory = memoryview(bytearray(min(self._left, _CHUNK)))
         while self._left:
             yield memory[: self.readinto(memory)]
@@ -221,7 +221,7 @@ class CachedFiles(StoredFiles):
 
 
 class _Refused(Exception):
-    """What the disk of a cache refuses."""
+    """The disk of a cache refused an operation."""
 
 
 def _write_all(out: FileIO, data: memoryview) -> None:

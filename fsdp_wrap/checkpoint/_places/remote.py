@@ -188,7 +188,7 @@ class RemotePath(_Any):  # type: ignore[misc]
         return store.open(key, "wb", block_size=part)
 
     def tried(self, do: Callable[[Any, str], T]) -> T:
-        """Returns what a function of the file system and the key returns; calls it anew if it fails.
+        """Calls a function with the file system and the key, again if it fails; returns its result.
 
         What is sure, as that an object is not there, is raised at once; else an OSError in the end.
         """
@@ -298,7 +298,7 @@ class _Upload(io.RawIOBase):
         return len(view)
 
     def _send(self) -> None:
-        """Sends what is held; anew while the store has taken nothing of it."""
+        """Sends the held bytes; tries again as long as the store has taken none of them."""
         if self._file is None:
             _again(self._begin, _WAITS, OSError)
         else:

@@ -52,15 +52,15 @@ class Store(StepPlace):
         return self._whole(self._below())
 
     def _whole(self, folders: list[RemotePath]) -> dict[int, RemotePath]:
-        """Returns those with a manifest by number, newest first; of a step the latest save."""
-        found = {self._number(folder): folder for folder in folders if (folder / MANIFEST).is_file()}
-        return dict(sorted(found.items(), reverse=True))
+        """Returns the folders with a manifest by step number, newest first; the latest save of each step."""
+        by_number = {self._number(folder): folder for folder in folders if (folder / MANIFEST).is_file()}
+        return dict(sorted(by_number.items(), reverse=True))
 
     def _number(self, folder: RemotePath) -> int:
         return int(folder.name[5:].partition(".")[0])
 
     def _below(self) -> list[RemotePath]:
-        """Returns what has the name of a step, the latest save of a step last."""
+        """Returns the folders named like steps, the latest save of a step last."""
         try:
             there = [*self.path.iterdir()]
         except FileNotFoundError:

@@ -86,7 +86,7 @@ def variants_of(
     begun: Mapping[bytes, Section],
     groups: Mapping[bytes, Groups],
 ) -> list[Variant]:
-    """Returns what all ranks hold, from the sums of all ranks and what these are of.
+    """Returns what all ranks hold, from all ranks' sums and the values behind them.
 
     Args:
         sums: By rank.
@@ -108,7 +108,7 @@ def variants_of(
 
 
 def _told(team: Team, sums: Sequence[bytes], own: Callable[[], T]) -> dict[bytes, T]:
-    """Returns what sums are of: what one rank has told of each, or this rank's own if all are equal."""
+    """Returns the values behind sums: one rank tells each to all, but nothing is sent if all are equal."""
     by_sum = _by_value(sums)
     if len(by_sum) == 1:
         return {sums[0]: own()}

@@ -1,4 +1,4 @@
-"""The garbage collector, while there is none."""
+"""Turns the garbage collector off while many objects are made."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Puts off the garbage collector, which thousands of new objects would set off; none is garbage."""
+    """Turns the garbage collector off: thousands of new objects would start it, and none is garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -148,7 +148,7 @@ class ByIntervals(Division):
 
 @dataclass(frozen=True)
 class Beside(Division):
-    """What each place has that has elements of another tensor."""
+    """The same boxes on each place that has elements of another tensor."""
 
     held: tuple[Box, ...]
     other: ByIntervals

@@ -55,7 +55,7 @@ class TensorKind(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """What entries have in common that lie on the same ranks and are cut alike."""
+    """What several entries share: the ranks that hold them, and how they are cut."""
 
     cut: Division
     kind: TensorKind | None
@@ -111,7 +111,7 @@ class Section:
         self.entries.append(Entry(fqn, path, number))
 
     def sum(self) -> bytes:
-        """Returns what is the same for equal sections alone."""
+        """Returns a checksum that only equal sections share."""
         return _sum_of((self.parts, self.entries))
 
 
@@ -195,7 +195,7 @@ def _anchors_in(state: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Pat
 
 
 def _beside(part: Sharing, anchor: IntervalTensor, groups: _Groups) -> Sharing:
-    """Returns a part that says which ranks have it: those that have elements of the anchor."""
+    """Returns a part with the ranks that hold it: those that have elements of the anchor."""
     if isinstance(part.cut, ByIntervals):
         return part
     cut, _, group = _part_of(anchor, [], groups)
@@ -204,7 +204,7 @@ def _beside(part: Sharing, anchor: IntervalTensor, groups: _Groups) -> Sharing:
 
 
 def _is_own_part(part: Sharing) -> bool:
-    """Whether a rank has a part of a tensor of which only it can tell, such as scales of its elements."""
+    """Whether only this rank knows its part of a tensor, such as the scales of its elements."""
     return (
         isinstance(part.cut, AsHeld) and part.kind is not None and part.cut.held != (whole(part.cut.shape),)
     )

@@ -34,7 +34,7 @@ _NO_OUTPUTS: tuple[set[int], set[int]] = set(), set()
 
 
 class BackwardSteps:
-    """How the units of a model are updated while backwards go on; made by `step_in_backward`.
+    """Updates the units of a model while backwards run; made by `step_in_backward`.
 
     Args:
         optimizer: The optimizer.
@@ -103,7 +103,7 @@ class BackwardSteps:
         return self._norm is not None and self.total_norm is None
 
     def remove(self) -> None:
-        """Ends it: from the next backward on gradients stay, and the optimizer's own `step` is to be called.
+        """Ends the updates: later backwards keep gradients, and the program calls the optimizer's `step`.
 
         Raises:
             RuntimeError: Inside a forward or backward.
@@ -120,7 +120,7 @@ class BackwardSteps:
     # what its plug-ins call
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Prepares for a backward that begins."""
         self._updated, self._overflowed, self._began = [], False, False
         if self._norm is not None:
             self._norm.forget()  # what one that failed has left
@@ -143,7 +143,7 @@ class BackwardSteps:
         self._step_scaled(unit, partial(self._apply, unit, part, norm, buffers))
 
     def finish(self, left: Sequence[Unit]) -> None:
-        """All gradients are there: updates the units that are left, and waits for all updates.
+        """Updates the remaining units once all gradients are there; waits for all updates.
 
         Args:
             left: The units that were not updated.
@@ -167,7 +167,7 @@ class BackwardSteps:
             put_in_order(state, [param for group in groups for param in group["params"]])
 
     def abandon(self, left: Sequence[Unit]) -> None:
-        """The backward has failed: waits for what was begun, and drops the gradients of other units.
+        """Ends a failed backward: waits for updates that began, and drops the gradients of other units.
 
         Args:
             left: The units that were not updated.
@@ -228,7 +228,7 @@ class BackwardSteps:
 
     @torch.no_grad()
     def _update_all(self, left: Sequence[Unit]) -> None:
-        """Updates all units of a backward by their own norm, which is the next one's as well."""
+        """Updates all units of a backward, clipped by its own norm, which the next backward uses too."""
         assert self._norm is not None
         if not left:
             return
@@ -249,7 +249,7 @@ class BackwardSteps:
                 self._issue(work)
 
     def _take_norm(self, norm: NormInParts) -> None:
-        """Takes the norm of the backward that ends, all ranks alike, if it is one."""
+        """Keeps the norm of a backward that ends, if it is finite, for the next one; collective."""
         before = self.total_norm
         if self._overflowed or not self._began or before is None:
             norm.forget()
@@ -263,7 +263,7 @@ class BackwardSteps:
             self._scaler.unscale_(self._scaled_of(unit))
 
     def _step_scaled(self, unit: Unit, work: Callable[[], None]) -> None:
-        """Does the work for a unit if no gradient of it has overflowed, nor one of a unit before it."""
+        """Runs a unit's update, unless its gradients or those of an earlier unit have overflowed."""
         part = self._parts[unit]
         if self._scaler is None or not part.has_gradients:
             return
@@ -283,7 +283,7 @@ class BackwardSteps:
 
 
 class _UpdatesLater(PlugIn):
-    """Attached to units, it lets them be updated in the trees that they join later."""
+    """Updates units in the trees that they join later."""
 
     def __init__(self, update_in: Callable[[Step], None]) -> None:
         self._update_in = update_in
@@ -360,7 +360,7 @@ class UnitUpdates(PlugIn):
     def _on_output(
         self, unit: Unit, every: frozenset[int], number: int, earlier: Mapping[int, Node], _: torch.Tensor
     ) -> None:
-        """Notes that the gradient of an output has come, and which of the others will not."""
+        """Notes that an output's gradient has come, and which other outputs will get none."""
         awaited, come = self._outputs.setdefault(unit, (set(), set()))
         awaited |= every
         come |= {number, *(before for before, node in earlier.items() if not will_run([node]))}

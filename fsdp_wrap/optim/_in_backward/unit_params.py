@@ -32,7 +32,7 @@ class UnitParams:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has one."""
+        """Whether any parameter has a gradient."""
         return any(param.grad is not None for param in self._params)
 
     def gradients(self) -> list[torch.Tensor]:

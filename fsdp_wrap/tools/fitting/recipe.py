@@ -235,7 +235,7 @@ class Recipe:
             raise ValueError(f"this is not what Recipe.to_json() writes: {error}") from error
 
     def __str__(self) -> str:
-        """The decisions in one line; nothing of what is as `fully_shard` has it by default."""
+        """Names the decisions that differ from the defaults of `fully_shard`, in one line."""
         parts = [] if self.offload == "none" else [f"{self.offload} offloaded"]
         if self.ranks_per_replica is not None:
             parts.append(f"replicas of {self.ranks_per_replica} ranks")

@@ -194,7 +194,7 @@ class _DeviceTimer:
             width *= 2
 
     def computing(self, seconds: float) -> Callable[[], object]:
-        """Returns a computation that takes about as long."""
+        """Returns a computation that takes about so many seconds."""
         left = torch.ones(_FIRST_WIDTH, _FIRST_WIDTH, device=self._device)
         multiply = partial(torch.mm, left, left, out=torch.empty_like(left))
         times = max(1, int(seconds / self._median(multiply)))

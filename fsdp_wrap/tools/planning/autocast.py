@@ -63,7 +63,7 @@ class _Asked(Exception):
 
 
 class _Claimant(torch.Tensor):
-    """Claims to be on a device, in the place of a tensor that is not, and is never computed with."""
+    """Stands for a tensor, claims to be on another device, and is never computed with."""
 
     replaced: torch.Tensor
     kind: str
@@ -105,7 +105,7 @@ class Autocast:
 
     @contextmanager
     def followed(self, device_type: str) -> Iterator[None]:
-        """Lets operators of this thread come here while `torch.autocast` is on; the device need not exist."""
+        """Passes this thread's operators to `run` while `torch.autocast` is on; the device need not exist."""
         token = _following.set(self)
         with ExitStack() as stack:
             stack.callback(_following.reset, token)
@@ -125,7 +125,7 @@ class Autocast:
         self._let_in()
 
     def _let_in(self) -> None:
-        """Lets operators come here if autocast is on for a device."""
+        """Passes operators to our kernels if autocast is on for a device."""
         on = any(map(torch.is_autocast_enabled, _RULES))
         if on and not self._ruled:
             self._ruled = _register()
@@ -150,7 +150,7 @@ class Autocast:
             return func(*args, **kwargs) if fused is None else fused
 
     def cast(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Returns what autocast makes of a call; None if it leaves it alone."""
+        """Returns a call as autocast changes it; None if it does not change it."""
         changed: Call | None = None
         with DisableTorchFunction():
             for kind, names in self._ruled.items():
@@ -204,13 +204,13 @@ def without_autocast() -> Any:
 
 
 def _let_in(on: bool) -> None:
-    """Lets operators of this thread come to our kernels, or no more."""
+    """Passes this thread's operators to our kernels, or stops doing so."""
     exclude_dispatch_key(_OURS, not on)
     include_dispatch_key(_OURS, on)
 
 
 def _register() -> dict[str, set[str]]:
-    """Gives operators that have a rule a kernel on our key; returns their names by type of device."""
+    """Registers a kernel on our key for operators with a rule; returns their names by type of device."""
     ruled = {kind: set(operators_with_kernel(key.name)) for kind, key in _RULES.items()}
     if "_" not in _libraries:  # all other operators fall through
         _libraries["_"] = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]

@@ -71,7 +71,7 @@ class FakeDevice(TorchFunctionMode):
         return self._call_builtin(func, args, kwargs)
 
     def _call_fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a fused kernel where torch would, of what autocast makes of the arguments."""
+        """Calls a fused kernel where torch would, with the arguments as autocast casts them."""
         record = self._record_of(args[0] if args else kwargs["query"])
         if record is None:
             return func(*args, **kwargs)
@@ -83,7 +83,7 @@ class FakeDevice(TorchFunctionMode):
             return func(*args, **kwargs) if result is None else result
 
     def _call_builtin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls an operator, of which a device or pinned memory may be asked."""
+        """Calls an operator that may name a device or ask for pinned memory."""
         pins, wanted = kwargs.pop("pin_memory", False), kwargs.get("device")
         device = CPU if wanted is None else torch.device(wanted)
         if device == META or (device.type == "cpu" and not pins):

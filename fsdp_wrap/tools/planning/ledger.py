@@ -131,7 +131,7 @@ class Ledger:
         self._before = {record: record.nbytes for record in self._records.values()}
 
     def history(self, on_host: bool = False) -> History:
-        """Returns the changes since `begin`, of the device or of the host beside it, by the kinds of now."""
+        """Returns the changes since `begin`, on the device or on the host, with storages' present kinds."""
         before = {
             record: nbytes for record, nbytes in self._before.items() if self.on_host(record) == on_host
         }

@@ -89,7 +89,7 @@ class Machine:
         return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
 
     def at(self, attained: float) -> Machine:
-        """Returns the machine of which programs reach a fraction of the peak FLOP/s and memory bandwidth.
+        """Returns the machine with a fraction of its peak FLOP/s and memory bandwidth, as programs reach it.
 
         Args:
             attained: The fraction, such as 0.5.
@@ -109,7 +109,7 @@ class Machine:
 
     @property
     def title(self) -> str:
-        """Its name, with the part of its peak that times are of where that is a range."""
+        """Its name, and where `attained` is a range, the fractions of the peak that times assume."""
         if self.attained is None:
             return self.name
         least, most = self.attained

@@ -136,7 +136,7 @@ def _check(setup: Setup, ranks: int, device: str, rank: int, helps: int | None) 
 
 @contextmanager
 def many_plans() -> Iterator[None]:
-    """Keeps what lives already out of the collections of garbage that each plan needs."""
+    """Makes the garbage collections of many plans skip the objects that live before."""
     freezes = not gc.get_freeze_count()
     if freezes:
         gc.collect()
