@@ -66,7 +66,7 @@ def _steps_by_rank() -> Iterator[None]:
         return getattr(taken, "steps", 0)
 
     assert over_replicas.filled is not None or not find_spec("fsdp_wrap._state_over_replicas")
-    users = [each for name, each in sys.modules.items() if name.startswith("fsdp_wrap.")]
+    users = [module for name, module in sys.modules.items() if name.startswith("fsdp_wrap.")]
     counting = register_optimizer_step_post_hook(note)
     with ExitStack() as patches:
         for user in users:
