@@ -48,8 +48,8 @@ COMPOSABLE, WRAPPER, BY_NAME = ["composable"], ["flat", "orig"], ["orig", "compo
 
 
 def layers(net: Net, units: list[Any]) -> list[Any]:
-    found = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Embedding)]
-    return [layer for layer in found if layer is not net.head] + units
+    modules = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    return [layer for layer in modules if layer is not net.head] + units
 
 
 class BorrowedHead(Capability):
@@ -353,7 +353,7 @@ class Counting(torch.optim.Optimizer):
 def in_groups(params: Any) -> torch.optim.Optimizer:
     """Makes one without decay of what has one dimension."""
     params = [*params]
-    decayed, rest = ([each for each in params if (each.ndim > 1) is wide] for wide in (True, False))
+    decayed, rest = ([param for param in params if (param.ndim > 1) is wide] for wide in (True, False))
     return adamw([{"params": rest, "weight_decay": 0.0}, {"params": decayed}])
 
 
