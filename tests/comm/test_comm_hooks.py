@@ -95,17 +95,17 @@ def test_compressing_hooks_send_half(rank, world_size, library, name, dtype, str
     hooks = MODULES[library]
     model.register_comm_hook(hooks.LowPrecisionState(dist.group.WORLD), getattr(hooks, name))
     travelled = []
-    for each in (uncompressed, model):
+    for net in (uncompressed, model):
         with count_collectives() as traffic:
-            loss_of(each, tokens(rank, 0)).backward()
+            loss_of(net, tokens(rank, 0)).backward()
         reductions = traffic.keys() & {"reduce_scatter_tensor", "all_reduce"}
         travelled.append(sum(traffic[kind].bytes for kind in reductions))
     names, params = zip(*plain.named_parameters())
     assert travelled[0] == 2 * (travelled[1] - 4 * len(names))  # a number tells whether each was used
     local = [torch.autograd.grad(loss_of(plain, tokens(r, 0)), params) for r in range(world_size)]
-    found = full_grads(model)
+    grads = full_grads(model)
     for key, first, second in zip(names, *local):
-        assert torch.equal(found[key], ((first / 2).to(dtype) + (second / 2).to(dtype)).float()), key
+        assert torch.equal(grads[key], ((first / 2).to(dtype) + (second / 2).to(dtype)).float()), key
 
 
 @ranks(4)

@@ -275,7 +275,7 @@ class Skipping:
             self.model: nn.Module = replicate(self.inner)
         else:
             self.model = shard("orig" if form == "hybrid" else form, self.inner, policy, **options)
-        self.optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (self.model, self.plain)]
+        self.optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (self.model, self.plain)]
 
     def loss(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
         x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + rank))
@@ -559,7 +559,7 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     group = mock.Mock(issued=0, options=mock.Mock(_timeout=timedelta(seconds=limit)))  # and its positions
     group._get_backend.return_value, group.dead_before.return_value = group, []
     group.table.return_value, group.absent_from.return_value = "the table", [3]
-    timed = (mock.patch.object(each, "time", clock) for each in (_watch, _works))
+    timed = (mock.patch.object(module, "time", clock) for module in (_watch, _works))
     with collected_warnings() as texts, next(timed), next(timed):
         pending = _works.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
         with pytest.raises(RuntimeError, match="the table") as caught:

@@ -105,17 +105,19 @@ def run_until(rank, world_size, end, strategy, way, width):
         for _ in range(end.iteration + 1):
             model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
     store().set("told", "")
-    return str(caught.value), str(caught.value.__cause__), [str(each.message) for each in told]
+    return str(caught.value), str(caught.value.__cause__), [str(warning.message) for warning in told]
 
 
 def survivors(world_size, *cases, together=False):
     """What the ranks were told that neither were killed nor stopped, by case."""
-    found = []
+    survived = []
     for (end, *_), ends in zip(cases, run_forks(run_until, cases, world_size, together)):
         expected = -signal.SIGKILL if end.act is kill else 0
-        assert [each.exitcode for each in ends] == [expected * (r == end.victim) for r in range(world_size)]
-        found.append([each.value for number, each in enumerate(ends) if number != end.victim])
-    return found
+        assert [outcome.exitcode for outcome in ends] == [
+            expected * (r == end.victim) for r in range(world_size)
+        ]
+        survived.append([outcome.value for number, outcome in enumerate(ends) if number != end.victim])
+    return survived
 
 
 KILLS = [

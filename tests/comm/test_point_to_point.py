@@ -142,7 +142,7 @@ def test_all_dtypes_and_several_at_once(rank, world_size):
     for numel in (1, 77, 5000):
         for dtype in FLOATS:
             value, result = (100 * torch.randn(numel * world_size)).to(dtype), ours.empty(numel, dtype)
-            of_all = torch.stack([ours.own_part(each) for each in gather_objects(value)]).double()
+            of_all = torch.stack([ours.own_part(gathered) for gathered in gather_objects(value)]).double()
             ours.reduce_scatter([result], [value]).wait()
             wanted = of_all.sum(0)
             if world_size == 2:
@@ -208,11 +208,11 @@ def test_copies_are_freed_when_they_have_travelled(rank, world_size, numel):
     ):
         pending = [ours.all_gather([full], lambda: None), ours.reduce_scatter([shard], [full])]
         pending.append(ours.all_reduce([torch.ones(100)]))
-        assert [each.untyped_storage().nbytes() > 0 for each in copies] == [True] * len(copies)
-        for each in pending:
-            each.wait()
+        assert [tensor.untyped_storage().nbytes() > 0 for tensor in copies] == [True] * len(copies)
+        for work in pending:
+            work.wait()
     assert len(copies) == (4 if numel == 3000 else 3)
-    assert [each.untyped_storage().nbytes() for each in copies] == [0] * len(copies)
+    assert [tensor.untyped_storage().nbytes() for tensor in copies] == [0] * len(copies)
     assert torch.equal(shard, torch.full((numel // 3,), 3.0)) and torch.equal(full, torch.ones(numel))
 
 
@@ -247,15 +247,15 @@ def test_who_has_issued_need_not_wait_for_others(rank, world_size):
 @ranks(4)
 def test_subgroups_and_sums_that_are_the_same_every_time(rank, world_size):
     """Copies of two ranks each: the same bits as by gloo's own collectives, which run beside the messages."""
-    found, again = [], []
+    once, again = [], []
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     for way in ("plain", "by size", "exchange"):
         with pytest.MonkeyPatch.context() as patch:
             choose(patch, way)
-            found.append(trained(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD))
+            once.append(trained(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD))
             again += [trained(rank) for _ in range(2 * (way == "exchange"))]
-    assert again[0][0] == pytest.approx(found[0][0], rel=1e-4)
-    for one, other in (found[:2], found[::2], again):
+    assert again[0][0] == pytest.approx(once[0][0], rel=1e-4)
+    for one, other in (once[:2], once[::2], again):
         assert one[0] == other[0]
         assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
@@ -383,6 +383,6 @@ def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_siz
     expected = copy.deepcopy(plain).bfloat16()
     for used in ([0], [1], [0, 1], [0, 1]):  # by all ranks
         expected(x.bfloat16(), used).backward()
-    found = full_grads(model)
+    grads = full_grads(model)
     for name, param in expected.named_parameters():
-        torch.testing.assert_close(found[name], param.grad.float() / world_size, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(grads[name], param.grad.float() / world_size, rtol=0.02, atol=0.02)
