@@ -73,7 +73,9 @@ def test_less_memory_and_the_same_bits(front):
 def test_copies_run_beside_the_computation():
     devices = run_simulated(2, lambda rank, device: trained(rank, device, "orig", True) and None)
     for queue in ("activations to host", "activations to device"):
-        copies = [each for each in devices[0].actions if (each.what, each.queue) == ("aten::copy_", queue)]
+        copies = [
+            action for action in devices[0].actions if (action.what, action.queue) == ("aten::copy_", queue)
+        ]
         assert len(copies) > 2 * BLOCKS and all(products_beside(devices[0].actions, copies)), queue
 
 
@@ -143,10 +145,10 @@ def edits(rank: int, device: Simulation, late: bool) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.saved = (x * self.weight).exp()
-            found = self.saved.sin()
+            sine = self.saved.sin()
             if not late:
                 self.saved.add_(1)
-            return found
+            return sine
 
     model = wrapped(module=nn.Sequential(Edits(), Edits(), Edits(), Edits()), kinds={Edits})
     fsdp_wrap.offload_activations(model, min_bytes=1)
