@@ -48,19 +48,19 @@ def with_fewer_batches(model: Any, optimizer: Any, loss: Any) -> None:
 
 def backward_after_others(model: Any, optimizer: Any, loss: Any) -> None:
     """One rank alone evaluates between a forward and its backward."""
-    found = loss(model)
+    result = loss(model)
     with uneven(model), torch.no_grad():
         if dist.get_rank():
             loss(model)
-    found.backward()
+    result.backward()
     _end(optimizer)
 
 
 def evaluation_between(model: Any, optimizer: Any, loss: Any) -> None:
-    found = loss(model)
+    result = loss(model)
     with torch.no_grad():
         loss(model)
-    found.backward()
+    result.backward()
     _end(optimizer)
 
 
@@ -102,10 +102,10 @@ def same_bits(model: Any, optimizer: Any, loss: Any) -> None:
 
 def programs_for(model: nn.Module) -> list[Program]:
     """Returns the programs that a model can run, with usual steps between them."""
-    found: list[Program] = [without_a_batch, with_fewer_batches, backward_after_others, evaluation_between]
-    found.append(same_bits)
+    programs: list[Program] = [without_a_batch, with_fewer_batches, backward_after_others, evaluation_between]
+    programs.append(same_bits)
     if isinstance(model, FSDP):
-        found.append(joined)
+        programs.append(joined)
         if model.sharding_strategy is ShardingStrategy.NO_SHARD:
-            found.append(evaluation_alone)
-    return [another_optimizer, *(program for each in found for program in (usual, each, usual))]
+            programs.append(evaluation_alone)
+    return [another_optimizer, *(program for another in programs for program in (usual, another, usual))]

@@ -184,9 +184,9 @@ class Side:
 
 
 def assert_same_sides(one: Side, other: Side, atol: float = 0) -> None:
-    found, expected = one.values(), other.values()
-    assert found.keys() == expected.keys()
+    values, expected = one.values(), other.values()
+    assert values.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            full(found[name]), full(value), rtol=0, atol=atol, msg=f"{name}: {{}}".format
+            full(values[name]), full(value), rtol=0, atol=atol, msg=f"{name}: {{}}".format
         )

@@ -43,9 +43,9 @@ def assert_small_gradients_count(front: str, model: nn.Module, rank: int) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     (model(rank) * 1e-9).backward()
     optimizer.step()
-    found = full_state(model)
+    state = full_state(model)
     for name in ("all", "one", "zero", "last"):
         name = f"part.{name}"
-        torch.testing.assert_close(found[name], before[name] * 0.95, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(state[name], before[name] * 0.95, rtol=1e-5, atol=1e-5, msg=name)
     if front == "orig":
-        assert torch.equal(found["part.none"], before["part.none"])
+        assert torch.equal(state["part.none"], before["part.none"])

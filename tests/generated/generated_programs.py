@@ -98,8 +98,8 @@ class Program:
     def of(cls, text: str) -> Program:
         head, _, items = text.partition(" :")
         size, front, strategy, net, optimizer, flags = [*head.split(), ""][:6]
-        found = tuple(flags.split(",")) if flags else ()
-        return cls(int(size), front, strategy, net, optimizer, found, (*map(Item.of, items.split()),))
+        given = tuple(flags.split(",")) if flags else ()
+        return cls(int(size), front, strategy, net, optimizer, given, (*map(Item.of, items.split()),))
 
     @property
     def edits(self) -> bool:
@@ -583,13 +583,13 @@ def _optimizer(side: Side) -> torch.optim.Optimizer:
 
 def _compare(plain: Side, own: Side, when: str, values: bool) -> None:
     """Fails where the sharded side has other notes, gradients that are left, or other parameters."""
-    expected, found = plain.notes, own.notes
+    expected, notes = plain.notes, own.notes
     plain.notes, own.notes = [], []
-    assert sorted(what for what, _ in found) == sorted(what for what, _ in expected), when
+    assert sorted(what for what, _ in notes) == sorted(what for what, _ in expected), when
     wanted: dict[str, list[torch.Tensor]] = {}
     for what, value in expected:
         wanted.setdefault(what, []).append(value)
-    for what, value in found:
+    for what, value in notes:
         told = f"wrong {what} {when}: {{}}".format
         torch.testing.assert_close(value, wanted[what].pop(0), msg=told, equal_nan=True, **NEAR)
     if all(param.grad is None or not param.grad.any() for param in plain.params()):
