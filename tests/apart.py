@@ -37,7 +37,7 @@ def without_a_batch(model: Any, optimizer: Any, loss: Any) -> None:
 
 
 def with_fewer_batches(model: Any, optimizer: Any, loss: Any) -> None:
-    """The gradients of ranks with different numbers of batches, and of a usual backward."""
+    """Accumulates backwards of ranks with different numbers of batches between two usual ones."""
     loss(model).backward()
     with uneven(model):
         for _ in range((1, 2)[dist.get_rank()]):
@@ -65,7 +65,7 @@ def evaluation_between(model: Any, optimizer: Any, loss: Any) -> None:
 
 
 def another_optimizer(model: Any, optimizer: Any, loss: Any) -> None:
-    """Another optimizer steps, which one rank drops and the other keeps, as by a cycle."""
+    """A second optimizer steps; one rank drops it, the other keeps it, as a reference cycle would."""
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     usual(model, other, loss)
     if dist.get_rank():
@@ -82,7 +82,7 @@ def joined(model: Any, optimizer: Any, loss: Any) -> None:
 
 
 def evaluation_alone(model: Any, optimizer: Any, loss: Any) -> None:
-    """One rank evaluates what it holds as a whole, while the other waits."""
+    """One rank evaluates a model whose parameters it holds whole, while the other waits."""
     usual(model, optimizer, loss)
     if dist.get_rank():
         with torch.no_grad():

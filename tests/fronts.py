@@ -165,7 +165,7 @@ def assert_same_grads(model: nn.Module, reference: nn.Module, **tolerance: float
 
 
 def assert_tensors(actual: Mapping[str, Any], expected: Mapping[str, Any], **tolerance: Any) -> None:
-    """Asserts that what is expected by name is found; to the bit without a tolerance."""
+    """Asserts that tensors are those expected by name; to the bit without a tolerance."""
     for name, value in expected.items():
         if tolerance:
             torch.testing.assert_close(actual[name], value, msg=f"{name}: {{}}".format, **tolerance)

@@ -167,7 +167,7 @@ class Side:
         self.take(state)
 
     def give(self, taker: Side, way: str, path: Path) -> None:
-        """Lets another one have the state: by what is saved, or by full state dicts."""
+        """Gives the state to another side: by a save, or by full state dicts."""
         if way == "full":
             taker.take(copy.deepcopy(self.state(full_state_dict=True)), full_state_dict=True)
         else:

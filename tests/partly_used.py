@@ -7,7 +7,7 @@ from fronts import full_state
 
 
 class Partly(nn.Module):
-    """With parameters that all ranks use, one of them, the last of them without effect, and none."""
+    """Has parameters that are used by all ranks, by one, by the last without effect, and by none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -190,7 +190,7 @@ def test_failing_ranks(body, options, ends, shown):
     ],
 )
 def test_ranks_are_ended_that_do_not_work_or_work_without_an_end(taken, expected):
-    """Whose threads have run, and have waited for a processor, for so long after so many seconds."""
+    """`taken` says how long threads have run, and waited for a processor, at a time."""
     clock = SimpleNamespace(now=0)
     with (
         mock.patch.object(patience, "time", SimpleNamespace(monotonic=lambda: clock.now)),

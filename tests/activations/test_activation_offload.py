@@ -38,7 +38,7 @@ def long_batch(rank: int, step: int) -> torch.Tensor:
 
 
 def trained(rank: int, device: Simulation, front: str, offloads: bool) -> tuple[Any, list[int]]:
-    """Trains; returns the model, and of each step the peak of the bytes of the computation's stream."""
+    """Trains; returns the model, and for each step the peak bytes of the compute stream."""
     model = wrapped(front, module=deep())
     offload = fsdp_wrap.offload_activations(model, min_bytes=1024) if offloads else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -131,7 +131,7 @@ def kinds(rank: int, device: Simulation, held: list[Any], travelled: list[int]) 
 
 @pytest.mark.parametrize(("held", "sent"), [([], 3), ([None], 2)], ids=["dropped", "held"])
 def test_what_travels(held, sent):
-    """Of two units what `exp` has computed, once, and the output of the first, if nobody holds it."""
+    """Of two units: what `exp` computed, once, and the output of the first unless somebody holds it."""
     travelled: list[int] = []
     run_simulated(2, partial(kinds, held=held, travelled=travelled))
     assert travelled == [sent * 1024] * 2
@@ -203,7 +203,7 @@ def test_wrong_uses_are_refused():
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_plan_knows_the_peak_of_a_llama(checkpoints):
-    """All streams together, in the program that makes the table of the page."""
+    """Compares the peak of all streams together, by the program that makes the page's table."""
     smaller: Any = {"BLOCKS": 4, "LENGTH": 128, "SEQUENCES": 2, "MIN_BYTES": 1 << 15}
     with mock.patch.multiple(offloaded, **smaller), mock.patch.dict(offloaded.PARTS, half=2, all=4):
         rows = [offloaded.compare(part, checkpoints) for part in offloaded.PARTS]

@@ -127,7 +127,7 @@ def test_a_load_holds_a_few_megabytes_beside_the_tensors(cached, tmp_path):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_any_changed_byte_raises_before_the_model_changes(cached, tmp_path):
-    """Of a tensor's data, of what `torch.save` writes around it, of what is not loaded, of the metadata."""
+    """A byte of a tensor, of what `torch.save` writes around it, of what is not loaded, of the metadata."""
     place = bucket_in(tmp_path / "store")
     how = {"cache": tmp_path / "cache"} if cached else {}
     model, optimizer = trained(1)
@@ -326,7 +326,7 @@ def test_steps_on_disk_need_no_cache(tmp_path):
 
 @ranks(3)
 def test_ranks_of_a_host_read_each_file_once_together(rank, world_size, tmp_path):
-    """One load of all ranks, and then a load by each rank alone, all at the same time, as of several jobs."""
+    """All ranks load together; then each loads alone, all at the same time, as several jobs would."""
     place = bucket_in(tmp_path / "store")
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
     model = per_block_of(net(), use_orig_params=True)

@@ -243,7 +243,7 @@ def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
 
 
 def test_progress_in_a_file_is_about_ten_lines_however_long_it_takes(tmp_path, capfd):
-    """By a clock of its own, in which everything takes a second."""
+    """By a fake clock, by which everything takes a second."""
     model = nn.ParameterList(torch.ones(50) for _ in range(300))
     checkpoint.save(tmp_path, model, step=1)
     assert not capfd.readouterr().err
@@ -441,7 +441,7 @@ class Refusing(torch.optim.AdamW):
 
 
 class Particular(nn.Linear):
-    """Takes a copy of what it is given, on one rank."""
+    """Raises on one rank when it is given its extra state."""
 
     def get_extra_state(self) -> int:
         return 1

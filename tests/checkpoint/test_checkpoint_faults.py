@@ -84,7 +84,7 @@ GROWTH = Sample(8 * 2**20, 0, 8, 0)
 
 @dataclass(frozen=True)
 class Kill:
-    """Which rank ends in or after which step; after which part of the time that the step before took."""
+    """Which rank is killed at which step, after which fraction of the time that the step before took."""
 
     rank: int
     step: int
@@ -287,7 +287,7 @@ CORRUPTIONS = ["truncate", "flip", "delete", "swap", "another step's", "append"]
 
 
 def corrupt(how: str, folder: Path, earlier: Path, choice: random.Random) -> set[str]:
-    """Damages a step folder; returns the names of the files of which one must be told."""
+    """Damages a step folder; returns the names of files, one of which the error must name."""
     path, other = choice.sample(sorted(folder.iterdir()), 2)
     data = bytearray(path.read_bytes())
     if how == "truncate":

@@ -51,7 +51,7 @@ def saved(folder: Path, rank: int, size: int, per_host: int = 1) -> tuple[Any, A
 
 
 def lose(*hosts: Path) -> None:
-    """What becomes of these hosts' memory; all ranks go on when it is gone."""
+    """Deletes these hosts' memory; all ranks go on once it is gone."""
     dist.barrier()
     if dist.get_rank() == 0:
         for host in hosts:
@@ -60,7 +60,7 @@ def lose(*hosts: Path) -> None:
 
 
 def as_after_two(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
-    """The model goes on as a plain one that was never interrupted: so parameters and optimizer are right."""
+    """The model trains on as a plain one that was never interrupted: parameters and optimizer are right."""
     train(model, optimizer, rank, size, range(2, 4))
     assert_close(full_state(model), trained(4)[0].state_dict())
 
@@ -81,7 +81,7 @@ def resumes(
 )
 @ranks(4)
 def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_path, front, per_host, lost):
-    """Also where hosts are of unlike size: of three ranks and one, the one takes what all three have."""
+    """Also where hosts differ in size: with three ranks and one, the one takes what all three have."""
     model, optimizer = stepped(front, rank, world_size)
     memory = place(tmp_path, rank, per_host)
     pending = checkpoint.async_save(memory, model, optimizer, {"seen": 10 + rank}, step=2)
@@ -104,7 +104,7 @@ def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_pa
 @pytest.mark.filterwarnings("ignore")
 @ranks(4)
 def test_other_numbers_of_ranks_on_other_hosts_load(rank, world_size, tmp_path, came_back):
-    """From two hosts of which one is lost, by ranks that sit elsewhere; the last host has seen nothing."""
+    """One of two hosts is lost; the ranks that load sit on the other one and on new hosts."""
     saved(tmp_path, rank, world_size, per_host=2)
     lose(tmp_path / "host0")
     survivors = dist.new_group(list(range(came_back)))
@@ -115,7 +115,7 @@ def test_other_numbers_of_ranks_on_other_hosts_load(rank, world_size, tmp_path, 
 
 @ranks(3)
 def test_each_step_is_held_twice_and_no_more(rank, world_size, tmp_path):
-    """Bytes of a host: its ranks' shards and as many of the neighbour's, of one step, whatever was before."""
+    """A host holds its ranks' shards and as many of its neighbour's, of one step, whatever came before."""
     model = shard("orig", nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(2, 256)).sum().backward()

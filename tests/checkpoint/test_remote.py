@@ -112,7 +112,7 @@ def test_places_are_paths_that_pickle_with_their_configuration():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_states_are_saved_in_the_background(kind, tmp_path):
-    """From so many tensors on another process writes, unless it would see another memory."""
+    """With this many tensors another process writes, unless it would see other memory."""
     place = place_of_kind(kind, tmp_path)
     model, again = (
         nn.ParameterList([torch.full((2,), value), *(torch.ones(1) for _ in range(999))])

@@ -309,7 +309,7 @@ def test_it_ends_with_its_rank_killed_or_not(tmp_path):
 
 
 def test_it_ends_if_its_rank_was_killed_before_it_has_begun(tmp_path):
-    """A fork of the rank holds the pipe, whose end so does not come."""
+    """A fork of the rank keeps the pipe open, so the writer never sees its end."""
     rank = os.fork()
     if not rank:
         pid = process.WriterProcess()._process.pid

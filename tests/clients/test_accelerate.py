@@ -21,7 +21,7 @@ STEPS = 4
 
 
 def _accelerator(front, accumulation=1, precision="no", **options):
-    """Of DDP where there is no front."""
+    """Returns an accelerator: for the front-end, or for DDP where there is none."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     version = {"fsdp_version": 2} if front == "composable" else {"use_orig_params": front == "orig"}

@@ -36,7 +36,7 @@ def _experts_can_be_spread():
 
 @contextlib.contextmanager
 def _rank(rank, port, ours):
-    """A rank that imports transformers first: a module that is imported meanwhile keeps our names."""
+    """Makes a rank that imports transformers first: a module that is imported later keeps our names."""
     with client_rank(rank, port, False, True, WORLD_SIZE):
         importlib.import_module("transformers.distributed.fsdp")
     with client_rank(rank, port, ours, True, WORLD_SIZE):

@@ -27,7 +27,7 @@ pytestmark = needs("torchao")
 
 
 def net() -> nn.Sequential:
-    """Matrices of four and two times as many elements."""
+    """Makes a net of two matrices, one twice as large as the other."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 256, bias=False), nn.Tanh(), nn.Linear(256, 32, bias=False), nn.Tanh())
 
@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_the_ranks(rank, world_size, tmp_path, kind, befor
 
 
 def nbytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of what is elementwise in the state that this rank has."""
+    """Bytes of the elementwise state that this rank has."""
     values = [value for entry in optimizer.state.values() for value in entry.values() if value.dim()]
     return sum(getattr(value, "codes", value).nbytes for value in values)
 
@@ -107,7 +107,7 @@ def nbytes(optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit"])
 @ranks(3)
 def test_state_dicts_fit_any_cut_and_optimizer(rank, world_size, tmp_path, kind):
-    """Without alignment: pieces of any length, of which some have few bits and others all."""
+    """Pieces are not aligned and have any length: some optimizers' state has few bits, others' all."""
     group = dist.group.WORLD
     models = {front: sharded(front, group) for front in ("flat", "orig")}
     optimizers = {front: made(kind, model) for front, model in models.items()}

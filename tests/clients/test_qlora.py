@@ -73,7 +73,7 @@ def test_its_weights_travel_in_four_bits_and_compute_as_a_plain_model_does(rank,
 
 
 def _nbytes(param: Any) -> int:
-    """Bytes of what travels: of an NF4 tensor, its three inner tensors that go by rows."""
+    """Returns the bytes that travel: of an NF4 tensor, those of the three inner tensors cut by rows."""
     inner = ("quantized_data", "quantized_scalers", "quantization_factor")
     parts = [getattr(param, name) for name in inner] if hasattr(param, inner[0]) else [param]
     return sum(part.numel() * part.element_size() for part in parts)

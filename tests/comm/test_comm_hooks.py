@@ -88,7 +88,7 @@ def test_hybrid_strategies_average_over_all_ranks(rank, world_size, library, str
 )
 @ranks(2)
 def test_compressing_hooks_send_half(rank, world_size, library, name, dtype, strategy):
-    """Bit for bit what halving, rounding and summing gives, at half of the bytes."""
+    """They give the bits of halving, rounding and summing, and send half of the bytes."""
     chosen = {"auto_wrap_policy": WRAPPINGS["block"](), "sharding_strategy": ShardingStrategy[strategy]}
     plain, model = twins(Transformer, use_orig_params=True, **chosen)
     _, uncompressed = twins(Transformer, **chosen)

@@ -202,7 +202,7 @@ def test_a_killed_rank_of_a_hybrid_mesh_is_named_as_all_ranks_count(tmp_path):
 
 
 def differ(rank: int, world_size: int, front: str, shared: str, how: str) -> str:
-    """Shapes whose padding makes parts equal, other dtypes of one size, and other ways to communicate."""
+    """Trains ranks with other shapes, dtypes or ways to communicate; returns the error."""
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
     with pytest.raises(RuntimeError) as caught:
         if how in ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO"):
@@ -251,7 +251,7 @@ def unlike() -> nn.Module:
 
 
 def begun(front: str, how: str, rank: int) -> nn.Module:
-    """Shards a model of a seed of this rank's own, or of another."""
+    """Shards a model with this rank's own seed, or with one that ranks share."""
     torch.manual_seed({"same seed": 0, "hybrid": rank // 2}.get(how, rank))
     with torch.device("meta" if how == "meta" else "cpu"):
         module = unlike()

@@ -109,7 +109,7 @@ def run_until(rank, world_size, end, strategy, way, width):
 
 
 def survivors(world_size, *cases, together=False):
-    """What the ranks were told that neither were killed nor stopped, by case."""
+    """Returns, for each case, what ranks were told that were neither killed nor stopped."""
     survived = []
     for (end, *_), ends in zip(cases, run_forks(run_until, cases, world_size, together)):
         expected = -signal.SIGKILL if end.act is kill else 0
@@ -154,7 +154,7 @@ def test_stopped_rank():
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_random_kills(world_size):
-    """Half of them amid large messages."""
+    """Half of the kills come amid large messages."""
     cases = []
     for seed in range(6):
         draw = random.Random(10 * world_size + seed)
@@ -199,7 +199,7 @@ def test_a_killed_rank_is_noticed_and_no_file_or_process_is_left(tmp_path, trial
 
 
 def plan_of(trial: int) -> tuple[list[int], tuple[str, int]]:
-    """Who dies in a trial, where, and when: of every few trials, one is without a kill."""
+    """Who dies in a trial, where and when; one of every few trials is without a kill."""
     if trial < len(FIRST):
         return [FIRST[trial][0]], (FIRST[trial][1], 4)
     draw = random.Random(trial)

@@ -109,7 +109,7 @@ def refused(model: nn.Module, rank: int) -> str:
 
 @either_front
 def test_a_rank_that_does_not_come_is_reported_by_unit(front, caplog, clock):
-    """First in a warning, in which it may still come; then in the log, and by the next collective."""
+    """First in a warning, while it may still come; then in the log, and by the next collective's error."""
 
     def program(rank, device, meet):
         model = warmed_up(rank, device, front)

@@ -47,7 +47,7 @@ def unset(monkeypatch):
 
 
 def choose(monkeypatch, way):
-    """Chooses the way of what is wrapped next; by size: of a `Transformer`, blocks are large."""
+    """Chooses the way to send for what is wrapped next; "by size", a `Transformer`'s blocks are large."""
     monkeypatch.setattr(_communicators, "_LEAST_EXCHANGED", 16_000)
     monkeypatch.setenv(_communicators._SHARED_MEMORY, "0")
     if way == "by size":
@@ -116,7 +116,7 @@ class DtypesOfSums(TorchDispatchMode):
 
 @ranks(3)
 def test_no_sum_makes_a_copy_that_a_plan_does_not_see(rank, world_size):
-    """Torch widens a narrower addend on the CPU by memory of its own."""
+    """On the CPU torch widens a narrower addend in memory of its own."""
     parts = {peer: torch.full((8,), 1.0 + rank, dtype=torch.bfloat16) for peer in range(world_size)}
     shard = torch.empty(8)
     messages = exchange_reduce(dist.group.WORLD, rank, shard, parts)
@@ -189,7 +189,7 @@ def test_small_tensors_are_reduced_at_once(rank, world_size):
 @pytest.mark.parametrize("numel", [3000, 3 << 20])
 @ranks(3)
 def test_copies_are_freed_when_they_have_travelled(rank, world_size, numel):
-    """Whoever else still holds them, as gloo's threads do: so the peak of a step does not vary."""
+    """Even while gloo's threads still hold them, so that the peak of a step does not vary."""
     ours, full, shard = over_gloo(), torch.ones(numel), torch.ones(numel // 3)
     copies: list[torch.Tensor] = []
     repeat, empty_like, new_empty = torch.Tensor.repeat, torch.empty_like, torch.Tensor.new_empty
@@ -262,7 +262,7 @@ def test_subgroups_and_sums_that_are_the_same_every_time(rank, world_size):
 
 @ranks(2)
 def test_messages_of_the_user_are_not_taken(rank, world_size):
-    """Their own, on the same group, are issued in between, in another order on each rank."""
+    """The user's own come in between, on the same group, in another order on each rank."""
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, "exchange")
         ours = over_gloo()
@@ -345,7 +345,7 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
 
 
 class Branches(nn.ModuleList):
-    """Units which run on all ranks, and of which the loss takes what it is told."""
+    """Units that all ranks run; the loss takes those outputs that it is told."""
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
         outputs = [branch(x).square().sum() for branch in self]

@@ -34,7 +34,7 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def wrapped(library: Any, module: nn.Module, use_orig_params: bool, **options: Any) -> Any:
-    """By either library, every block and the whole."""
+    """Wraps every block and the whole, by either library."""
     if "sharding_strategy" in options:
         options["sharding_strategy"] = library.ShardingStrategy[options["sharding_strategy"].name]
     options |= {"auto_wrap_policy": library.wrap.ModuleWrapPolicy({Block})} | _on_cpu(library)

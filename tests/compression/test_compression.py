@@ -214,7 +214,7 @@ def transformer(checkpoints: bool = False, width: int = 64) -> nn.Module:
 
 
 def train(model: nn.Module, rank: int, accumulates: bool = False, steps: int = 10) -> list[float]:
-    """Trains; the losses over the ranks."""
+    """Trains; returns the losses, averaged over the ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = torch.zeros(steps)
     for step in range(steps):
@@ -300,7 +300,7 @@ def test_what_no_other_rank_shares_and_small_shards_stay_exact(rank, world_size,
 
 
 class Branches(nn.Module):
-    """Uses one of three parameters, beside one of numbers that are not to be rounded."""
+    """Uses one of three layers, beside a table of integers that must not be rounded."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def test_what_torch_does_not_have_is_by_keyword_only():
 
 
 def test_infos_of_meshes_equal_those_of_torch():
-    """Which torch has, but does not export."""
+    """Torch has these classes, but does not export them."""
     common = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
     names = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult")
     for name in names:

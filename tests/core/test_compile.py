@@ -31,7 +31,7 @@ def ranks_of_its_own() -> Iterator[None]:
 
 
 class Unrolled(Transformer):
-    """A transformer without a loop: dynamo gives a frame up that breaks inside of one."""
+    """A transformer without a loop: dynamo gives up a frame whose graph breaks inside of one."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](self.embed(tokens)) * 2.0

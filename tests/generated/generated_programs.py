@@ -107,7 +107,7 @@ class Program:
 
     @property
     def can_run(self) -> bool:
-        """Whether all of it can be had at once."""
+        """Whether all of its parts can be combined."""
         return (
             (self.strategy != "HYBRID_SHARD" or self.size == 4)
             and (self.strategy != "NO_SHARD" or self.front in WRAPPERS)
@@ -147,7 +147,7 @@ class Side:
         return self.program.optimizer in IN_BACKWARD
 
     def note(self, what: str, value: torch.Tensor) -> None:
-        """Keeps what both sides are to have alike."""
+        """Notes a value that must be equal on both sides."""
         self.notes.append((what, value.detach().clone()))
 
     def params(self) -> list[nn.Parameter]:
@@ -341,7 +341,7 @@ def own_uneven(side: Side, item: Item, at: int) -> None:
 
 
 def plain_failure(side: Side, item: Item, at: int) -> None:
-    """Gradients are those from before."""
+    """Runs a forward without a backward: gradients stay as they were."""
     loss_of(side, item, side.rank, at)
 
 

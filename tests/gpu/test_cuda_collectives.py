@@ -89,7 +89,7 @@ def here():
 
 @contextmanager
 def watched(pace):
-    """Asks events so often, and gives what was warned of."""
+    """Asks events at a pace; yields the warnings."""
     patches = [
         mock.patch.object(monitor, "_PACE", pace),
         mock.patch.object(watch, "time_limit", lambda *_: LIMIT),

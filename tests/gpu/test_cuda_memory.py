@@ -44,7 +44,7 @@ CHOICES = [
 
 
 def _in_training(front, place, accumulates=False, **options):
-    """What takes one step of a model, with batches that are on the device already."""
+    """Returns a function that takes one step of a model; its batches are on the device already."""
     model = wrapped(front, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     batches = [batch(0, number).to(place) for number in range(2)]

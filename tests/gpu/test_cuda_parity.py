@@ -95,7 +95,7 @@ SCENARIOS = [*pairwise(SPACE, seed=5), *pairwise(COMPOSABLE_SPACE, seed=6)]
 @mostly_on_cuda("scenario", SCENARIOS, 25, name_of)
 @by_device
 def test_every_pair_of_options(rank, world_size, device, scenario):
-    """One rank alone copies; every third time it calls its group as well, as several do."""
+    """One rank alone only copies; every third scenario also calls its group, as several ranks do."""
     place = place_of(device, rank)
     for over in (False, True)[: 1 + (SCENARIOS.index(scenario) % 3 == 1)]:
         with over_the_group(over):

@@ -250,7 +250,7 @@ def test_every_order_has_the_bits_of_steps_after_the_backward(front, offload):
 
 @either_front
 def test_the_host_steps_beside_products_of_the_device(front):
-    """All units' but the last two, beside whose gradients' way to the host nothing is left to run."""
+    """Those of all units but the last two: nothing is left to run while their gradients travel."""
     run = partial(_offloaded, front=front, in_backward=True, cpu_offload=OFFLOAD)
     (device, _) = run_simulated(2, run)
     steps = [

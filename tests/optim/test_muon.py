@@ -114,7 +114,7 @@ class Tied(tp_nets.Net):
 
 
 def twins(front: str, net: type[nn.Module] = tp_nets.Net) -> tuple[nn.Module, nn.Module]:
-    """A plain model and a sharded one, of whose matrices ranks cannot have equal parts."""
+    """A plain and a sharded model whose matrices cannot be cut into equal parts."""
     return fronts.twins(front, net, torch.float64, auto_wrap_policy=POLICY)
 
 
@@ -325,7 +325,7 @@ def _trained(rank: int, world_size: int, front: str, steps: range, path: Any) ->
 
 
 def step_alike(model: nn.Module, optimizer: Any, at: int) -> None:
-    """All ranks see the same."""
+    """Takes a step on a batch that all ranks see."""
     optimizer.zero_grad()
     tp_nets.loss_of(model, batch_of(at, 0))
     optimizer.step()

@@ -415,7 +415,7 @@ def test_gradients_that_lie_elsewhere_or_otherwise_are_seen(rank, world_size, wa
 
 
 def _groups(model: nn.Module, lrs: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Groups of a learning rate each; parameters that lie side by side are of one after the other."""
+    """Makes a group for each learning rate; neighbouring parameters are in different groups."""
     params, count = [*model.parameters()], len(lrs)
     return [{"params": params[first::count], "lr": lr} for first, lr in enumerate(lrs)]
 
@@ -656,7 +656,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 class LateNet(tp_nets.Net):
-    """With heads of which ranks have uneven parts, or none; one is of no use at first."""
+    """Has heads of which ranks have uneven parts or none; one is unused at first."""
 
     def __init__(self) -> None:
         super().__init__()

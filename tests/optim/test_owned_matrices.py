@@ -49,7 +49,7 @@ class Shampoo:
 
 
 def backward(model: nn.Module, at: int) -> None:
-    """All ranks see the same."""
+    """Runs a backward of a batch that all ranks see."""
     tokens = torch.randint(4, (3, 2), generator=torch.Generator().manual_seed(at))
     model(tokens).square().mean().backward()
 

@@ -35,7 +35,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def groups(params: Any) -> torch.optim.Optimizer:
-    """Without decay of what has one dimension, or lies in a `FlatParameter`."""
+    """Makes AdamW without decay for what has one dimension, or lies in a `FlatParameter`."""
     params = [*params]
     flat = [param for param in params if param.dim() < 2]
     others = [param for param in params if param.dim() > 1]
@@ -178,7 +178,7 @@ FEW = ("plain", "tied", "frozen", "reentrant around")
 @pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.slow)])
 @ranks(2)
 def test_the_bits_of_steps_after_the_backward(rank, world_size, front, seldom):
-    """Options of units meet such updates in `tests/seams`."""
+    """`tests/seams` combines these updates with the options of units."""
     for kind, make in KINDS.items():
         if (kind in FEW) != seldom:
             compare(pair(front, make), groups if kind == "plain" else adamw, kind)

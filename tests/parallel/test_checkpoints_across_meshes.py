@@ -46,14 +46,14 @@ def side(form: Form, seed: int) -> Side:
 
 
 def part_like(whole: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a value that lies as another one does."""
+    """Returns this rank's part of a value that is placed as another one."""
     if not isinstance(value, DTensor):
         return whole
     return distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None).to_local()
 
 
 def save(rank: int, world_size: int, form: Form, seed: int, path: Path) -> None:
-    """Saves by each way, and all values, for which a stage's first rank stands."""
+    """Saves by each way; the first rank also saves all values, those of all stages."""
     given = side(form, seed)
     for way in WAYS:
         given.save(way, path / way)
@@ -78,7 +78,7 @@ def load(rank: int, world_size: int, form: Form, given: list[tuple[Form, str, Pa
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives what a form has saved, which it does when it is asked for first."""
+    """Returns what a form has saved; it saves when first asked."""
     folder = tmp_path_factory.mktemp("saved")
 
     @functools.cache
@@ -91,7 +91,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def exchanges(form: Form) -> list[Form]:
-    """Those whose checkpoints it loads: where it is not ours, ours."""
+    """Returns the forms whose checkpoints a form loads: all of them if it is ours, else ours."""
     return [giver for giver in FORMS if is_ours(form) or is_ours(giver)]
 
 

@@ -116,7 +116,7 @@ def side(seed: int, way: Any = fully_shard, classes: Any = api, columns: Any = N
 
 
 def train(sharded: mesh_nets.Side, plain: mesh_nets.Side, steps: range) -> None:
-    """With clipped gradients, whose norms before are those of the plain one."""
+    """Trains with clipped gradients; their norms before are the plain model's."""
     train_beside(
         sharded.model,
         plain.model,
@@ -132,7 +132,7 @@ def train(sharded: mesh_nets.Side, plain: mesh_nets.Side, steps: range) -> None:
 
 @ranks(4)
 def test_clipped_steps_around_a_checkpoint_equal_those_of_a_plain_model(rank, world_size, tmp_path):
-    """Which also reads the checkpoint."""
+    """The plain model also reads the checkpoint."""
     plain, model = side(0, None), side(0)
     train(model, plain, range(3))
 

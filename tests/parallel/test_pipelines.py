@@ -131,7 +131,7 @@ class Pipeline:
         return counts
 
     def compare_and_update(self, step: int, atol: float = 1e-12, factor: int = 1) -> None:
-        """Gradients are the plain model's, so many times; both are updated."""
+        """Asserts that gradients are `factor` times the plain model's, and updates both."""
         for one, target in zip(*batches(step, self.data.size())):
             loss = nn.functional.mse_loss(nn.Sequential(*self.plain)(one), target)
             (factor * loss / self.data.size()).backward()
@@ -149,7 +149,7 @@ class Pipeline:
             self.compare_and_update(step, **options)
 
     def begin(self, schedule: Any) -> None:
-        """Lets the schedule infer shapes, by a step whose gradients go."""
+        """Lets the schedule infer shapes, by a step whose gradients are dropped."""
         self.step(schedule, 0)
         for optimizer in self.optimizers:
             optimizer.zero_grad()

@@ -76,7 +76,7 @@ DTYPES: dict[str, dict[str, Any]] = {
 
 
 def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Matrices by their second dimension, where so many ranks divide what is left of it."""
+    """Shards matrices along their second dimension, where the ranks divide this rank's part of it."""
 
     def place(param: nn.Parameter) -> Shard | None:
         local = param.to_local() if isinstance(param, DTensor) else param
@@ -295,7 +295,7 @@ def wrapped(
 
 
 def train(plain: nn.Module, model: nn.Module, mesh: str = "flat") -> None:
-    """Leaves both with gradients, of the same batches."""
+    """Runs a backward of the same batches on both."""
     data = tp_nets.mesh_of(mesh)[1]
     tokens = tp_nets.batches(data.size(), 3)
     tp_nets.loss_of(plain, tokens.flatten(0, 1))

@@ -157,7 +157,7 @@ def _loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(number: int) -> list[torch.Tensor]:
-    """The same for all ranks."""
+    """Returns a batch that is the same for all ranks."""
     return [torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(number))]
 
 

@@ -90,7 +90,7 @@ COPIES = (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(valu
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> Any:
-    """What may be refused, but must not crash."""
+    """Calls what may be refused, but must not crash."""
     try:
         return fn(*args)
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, pickle.PicklingError):

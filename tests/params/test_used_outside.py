@@ -89,7 +89,7 @@ MIXED = "mixed torch.Tensor and DTensor"
 
 
 def refusal_of(way: str, front: str, sharding: str, mode: str) -> str | None:
-    """What refuses a way, if anything does; all else must be right."""
+    """Returns the error that refuses a way, or None where the gradient must be right."""
     if sharding == "none" and front != "composable":
         return None  # all ranks have all parameters, and show them
     if "whole" in way and front == "composable":

@@ -18,7 +18,7 @@ def leaves_of(count: int) -> list[torch.Tensor]:
 
 
 def sum_in_blocks(leaves: list[torch.Tensor], size: int) -> torch.Tensor:
-    """Adds each block of leaves on its own, and the nodes that are left of them then."""
+    """Adds each block of leaves by itself, then the nodes that are left."""
     whole = SumTree(0, torch.float32)
     for start in range(0, len(leaves), size):
         block = SumTree(start, torch.float32)

@@ -178,7 +178,7 @@ class Wide(nn.Module):
 
 @ranks(4)
 def test_what_is_kept_is_a_shard(rank, world_size):
-    """Of `no_sync` it is all, and the zeros that tell of `zero_grad`."""
+    """`no_sync` keeps whole gradients and the shard of zeros by which it notices `zero_grad`."""
     model = hybrid("orig", Wide(), unit=nn.Linear)
     full = 4 * sum(param.numel() for param in Wide().parameters())
     kept = {}

@@ -325,7 +325,7 @@ def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size
 
 @ranks(2)
 def test_a_unit_that_is_gathered_early_is_as_one_that_travels_alone(rank, world_size):
-    """Until its forward it shows its shards, and what is written to these counts."""
+    """Until its forward it shows its shards, and writes to these count."""
     for front in FRONTS:
         outputs = []
         for nbytes in (None, 0):

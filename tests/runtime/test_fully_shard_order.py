@@ -51,7 +51,7 @@ def units_of(model: nn.Module) -> list[FSDPModule]:
 
 @ranks(4)
 def test_counts_of_collectives(rank, world_size):
-    """A number of ranks keeps parameters between so many; 1 is False, with a warning, and all are True."""
+    """A number keeps parameters among so many ranks; 1 means False, with a warning, and all mean True."""
     torch.manual_seed(0)
     plain = Transformer(N).double()
     ddp = DDP(copy.deepcopy(plain))
@@ -404,7 +404,7 @@ def assert_grads(model: nn.Module, *steps: int) -> None:
 
 
 def train(model: Any, rank: int, way: str, asynchronous: bool) -> None:
-    """Two batches, whose backwards are ended each, or at last: after both graphs, or without reductions."""
+    """Trains two batches; ends each backward, or both at last: of two graphs, or without reductions."""
 
     def end() -> None:
         ended = model.finalize_backward(async_op=asynchronous)

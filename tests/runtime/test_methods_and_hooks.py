@@ -64,7 +64,7 @@ class Writer(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Greedy."""
+        """Generates greedily."""
         for _ in range(3):
             tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
         return tokens
@@ -150,7 +150,7 @@ def test_what_a_registered_method_looks_like_and_what_cannot_be_one(rank, world_
     model, plain = make_pair("orig")
     assert model.generate is model.module.generate
     assert inspect.signature(model.generate) == inspect.signature(plain.generate)
-    assert model.generate.__name__ == "generate" and model.generate.__doc__ == "Greedy."
+    assert model.generate.__name__ == "generate" and model.generate.__doc__ == "Generates greedily."
     before = model.generate
     register_fsdp_forward_method(model, "generate")
     assert model.generate is before
@@ -272,7 +272,7 @@ def test_optimizers_of_before_sharding(rank, world_size, front):
 
 @ranks(2)
 def test_gradient_hooks_that_are_refused(rank, world_size):
-    """Those of before sharding, and those that would run before the gradient has come."""
+    """Hooks from before sharding, and hooks that would run before the gradient has come."""
     for front in FRONTS:
         for register in ("register_hook", "register_post_accumulate_grad_hook"):
             plain = Transformer()

@@ -170,7 +170,7 @@ class _Order(nn.Module):
 
 @ranks(2)
 def test_prefetch_when_the_order_changes(rank, world_size):
-    """A mistaken prefetch costs time, never correctness, and no memory for good."""
+    """A wrong prefetch costs time, but neither correctness nor lasting memory."""
     pre, post = BackwardPrefetch
     for strategy, prefetch in ((FULL, pre), (FULL, post), (KEPT, pre)):
         options = {"sharding_strategy": strategy, "backward_prefetch": prefetch, "forward_prefetch": True}
@@ -203,7 +203,7 @@ class _Registered:
 
 
 def _packed(y: torch.Tensor) -> _Registered:
-    """In the containers that users have, each within another."""
+    """Packs a tensor into the containers that users have, each within another."""
     if _Registered not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             _Registered,
@@ -496,7 +496,7 @@ def test_whole_copies_are_summed_by_one_collective(rank, world_size):
 @either_front
 @ranks(1)
 def test_a_gradient_that_opens_the_backward_counts_as_come(rank, world_size, front):
-    """Of a leaf that was read after its module's forward, whose output is in no graph."""
+    """The gradient is of a leaf read after its module's forward, whose output is in no graph."""
     linear = nn.Linear(4, 4, bias=False)
     model: Any = fronts.shard(front, linear, sharding_strategy=KEPT)
     x = model(torch.ones(2, 4)).detach()

@@ -54,7 +54,7 @@ class Draw(NamedTuple):
 
     @property
     def can_run(self) -> bool:
-        """Whether all of it can be had at once."""
+        """Whether all of its parts can be combined."""
         return not any(pair <= {self.front, *self.names} for pair in APART)
 
     def capabilities(self) -> list[Capability]:
@@ -72,7 +72,7 @@ MEETS = {
 
 
 def draws(seed: int) -> list[Draw]:
-    """Few draws in which every two capabilities meet that can; of those that need 4 ranks a part of them."""
+    """Few draws in which every two capabilities meet that can; only some of those that need 4 ranks."""
     generator = random.Random(seed)
     pairs = [pair for pair in itertools.combinations(KINDS, 2) if pair[1] in MEETS[pair[0]]]
     left = {frozenset(pair) for pair in pairs if _size(pair) == 2 or not generator.randrange(ONE_IN)}

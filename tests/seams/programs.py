@@ -169,38 +169,38 @@ class Capability:
         return self.given
 
     def before_sharding(self, net: Net, world: World) -> None:
-        """Changes what will be sharded."""
+        """Changes the model before it is sharded."""
 
     def makes_unit(self, unit: Any, options: dict[str, Any]) -> bool:
         """Makes a unit in its own way; False for the usual one."""
         return False
 
     def sharded(self, side: Side) -> None:
-        """Changes what is sharded now."""
+        """Changes the sharded model."""
 
     def optimizer(self, side: Side) -> torch.optim.Optimizer | None:
         """Makes the optimizer; None for the default."""
         return None
 
     def begin(self, side: Side) -> None:
-        """Follows the making of the optimizer, on both sides."""
+        """Is called once the optimizer was made, on both sides."""
 
     def before_step(self, side: Side, at: int) -> None:
-        """Precedes a step."""
+        """Is called before a step."""
 
     def loss(self, side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Returns what to go backward from."""
         return loss
 
     def after_backward(self, side: Side) -> None:
-        """Follows the last backward of a step."""
+        """Is called after the last backward of a step."""
 
     def update(self, side: Side) -> bool:
         """Updates parameters; False for the default."""
         return False
 
     def after_step(self, side: Side, at: int) -> None:
-        """Follows a step."""
+        """Is called after a step."""
 
     def move(self, program: Program, first: Side, second: Side) -> bool:
         """Brings model and optimizer over; False for the default."""

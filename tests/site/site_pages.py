@@ -46,7 +46,7 @@ def name_of(page: Path) -> str:
 
 
 def program_of(page: str) -> Path | None:
-    """The program of which a page shows parts, which is one of its commands."""
+    """The program of which a page shows parts: the one that the page's command runs."""
     matched = re.search(
         r"(?:torchrun --nproc-per-node 2|python) (examples/how_to/(?:in_depth/)?\w+\.py)$",
         (ROOT / page).read_text(),

@@ -60,7 +60,7 @@ def public_values() -> dict[str, Any]:
 
 
 def test_every_public_name_is_in_the_reference_once():
-    """Those of torch's are told in its text."""
+    """Torch's own names are told in its text."""
     of_reference = [id(value) for value in listed()]
     assert len(of_reference) == len(set(of_reference)), "a value is listed under two paths"
     values = public_values()
@@ -72,7 +72,7 @@ def test_every_public_name_is_in_the_reference_once():
 
 
 def documented_constants() -> set[str]:
-    """The names in the package to which a text is attached that says what they are."""
+    """The constants in the package that are followed by a docstring."""
     constants = set()
     for path in Path(fsdp_wrap.__path__[0]).rglob("*.py"):
         body = ast.parse(path.read_text("utf-8")).body

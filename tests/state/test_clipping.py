@@ -216,7 +216,7 @@ POLICIES = {
 def test_norms_are_of_the_dtype_in_which_gradients_are_kept(
     rank, world_size, strategy, use_orig_params, policy
 ):
-    """On all ranks, those without a gradient of their own too."""
+    """On all ranks, also on those without a gradient of their own."""
     mixed_precision, expected = POLICIES[policy]
     options: Any = {"mixed_precision": mixed_precision, "use_orig_params": use_orig_params}
     options |= {"sharding_strategy": ShardingStrategy[strategy]}
@@ -241,7 +241,7 @@ def test_large_half_precision_gradients_are_clipped_precisely(rank, world_size):
 @pytest.mark.parametrize("norm_type", NORMS)
 @ranks(3)
 def test_exchanged_gradients_count_as_they_are(rank, world_size, norm_type):
-    """After a call that may note how those lie that were reduced."""
+    """After a call that may have noted where the reduced gradients lie."""
     _, model = twins(Transformer, DOUBLE, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
     for way in ("as reduced", "edited", "another tensor", "other data", "none"):
         for exchanges in (False, True):
@@ -466,7 +466,7 @@ def test_non_finite_norms_are_the_same_on_all_ranks(rank, world_size, where):
 @each_front
 @ranks(2)
 def test_gradients_that_were_nan_and_are_zeroed_leave_none_in_their_memory(rank, world_size, front):
-    """Which has padding between parameters, and stays where gradients are zeroed and not dropped."""
+    """That memory has padding between parameters, and stays where gradients are zeroed, not dropped."""
     model = shard(front, nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))
     totals = []
     for factor in (1.0, math.inf, 1.0):

@@ -26,7 +26,7 @@ def reversed_list(module: nn.Module) -> Any:
 
 
 def groups(module: nn.Module) -> Any:
-    """Those of the last units first, each reversed; one of them a generator, one a single parameter."""
+    """Makes groups, the last units first, each reversed; one is a generator, one a single parameter."""
     params = list(module.parameters())
     first, *middle, last = params if len(params) > 1 else [None, *params]
     chosen = [
@@ -98,7 +98,7 @@ def test_states_reach_their_parameters(rank, world_size, net, wrap, use_orig_par
 
 @ranks(2)
 def test_passing_it_warns_of_its_end(rank, world_size):
-    """At the caller's line; nothing else of the methods that take it does."""
+    """The warning names the caller's line; the methods do not warn without the argument."""
     model, plain = wrapped_and_plain(Net, whole, True)
     ours, theirs = adamw(model), adamw(plain)
     train_side_by_side(1, model, ours, plain, theirs)

@@ -300,7 +300,7 @@ UNITS = 4
 @wrapper_fronts
 @ranks(2)
 def test_a_unit_of_memory_less(rank, world_size, front):
-    """The last but one unit, beside all shards: in place two units and one more gradient, else three."""
+    """Measures the peak of a backward beside all shards, with and without gradients in place."""
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"  # which would hold what travels once more
     before = settled_bytes()  # of earlier tests
     model = shard(front, nn.Sequential(*(_Halves() for _ in range(UNITS))), ModuleWrapPolicy({_Halves}))

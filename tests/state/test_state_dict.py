@@ -260,7 +260,7 @@ def summoned_values(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("wrap", "use_orig_params"), [*WAYS, (by_hand, True)])
 @ranks(2)
 def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap, use_orig_params, kind):
-    """Before it is looked at in any way, or loaded again; pieces leave it as it was."""
+    """Whatever looks at the model next, or loads it again; a load of pieces leaves it as it was."""
     model, plain = wrapped_and_plain(WithFailing, wrap, use_orig_params)
     (failing,) = (module for module in model.modules() if isinstance(module, Failing))
     state = {name: value * 0.9 for name, value in plain.state_dict().items()}
@@ -288,7 +288,7 @@ def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap,
 
 
 class Lazy:
-    """No tensor, but one in any torch function; such things stand in the checkpoints that Lightning reads."""
+    """Becomes a tensor in any torch function, like the values of checkpoints that Lightning reads."""
 
     reads = 0
 
@@ -305,7 +305,7 @@ class Lazy:
 @pytest.mark.parametrize("own_way", [False, True])
 @ranks(2)
 def test_values_that_are_read_when_asked(rank, world_size, own_way):
-    """Once each where every rank takes its part, and in torch's walk, which load hooks call for."""
+    """Each is read once, both where every rank takes its part and in torch's walk, which hooks need."""
     source = Net()
     model = per_block(Net(), use_orig_params=True)
     if own_way:

@@ -138,7 +138,7 @@ CASES = [
 
 
 def waits(case: Case, front: str) -> list[list[str]]:
-    """Returns what the host of the first rank waits for in each step, of which later ones have one peak."""
+    """Returns what the first rank's host waits for in each step; later steps have equal peaks."""
     told: list[tuple[list[str], dict[str, int]]] = []
 
     def program(rank: int, device: Simulation) -> None:

@@ -53,7 +53,7 @@ def test_every_order_has_the_same_outcome(name):
 
 
 def _overlaps(kind, **options):
-    """For each collective of a backward, how many matrix products may run beside it; of units alone."""
+    """For each collective of a backward, how many products may run beside it; units travel alone."""
     devices = []
 
     def program(rank, device):

@@ -95,7 +95,7 @@ class Mutant:
 
     @cached_property
     def name(self) -> str:
-        """It stays the same while lines are added elsewhere in the file."""
+        """A name that stays the same while lines are added elsewhere in the file."""
         again = f" ({self.number + 1})" if self.number else ""
         return f"{self.path}:{self.where}: {self.operator}: {' '.join(self.old.split())[:80]}{again}"
 
@@ -387,7 +387,7 @@ class Record:
 
     @property
     def names(self) -> set[str]:
-        """Of all mutants that it knows."""
+        """The names of all mutants that it knows."""
         return {*self._known}
 
     def keep_only(self, several: Iterable[Mutant]) -> None:
@@ -404,7 +404,7 @@ class Record:
         return tier
 
     def test_of(self, mutant: Mutant) -> str | None:
-        """What noticed it last time."""
+        """The test that noticed it last time."""
         test: str | None = self._known.get(mutant.name, {}).get("test")
         return test
 

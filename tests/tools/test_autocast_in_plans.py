@@ -183,7 +183,7 @@ def dtypes(counted, name):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @either_front
 def test_rules_for_cuda_are_torchs_own(front, dtype):
-    """Which differ from those for the CPU in normalisation, softmax and sums."""
+    """They differ from the CPU's in normalisation, softmax and sums."""
     planned = Watching()
     setup = partial(made, front, device="cuda", dtype=dtype, around=False, watching=lambda: planned)
     with warnings.catch_warnings():

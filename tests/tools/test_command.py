@@ -314,7 +314,7 @@ def test_two_ranks_meet_and_communicate_or_say_why_not(monkeypatch):
 
 
 def test_where_there_is_no_terminal_an_hour_of_progress_is_a_few_lines(capsys):
-    """By a clock of its own; the search ends after an hour of it."""
+    """By a fake clock; the search ends after an hour of it."""
     now = 0.0
 
     class Over(threading.Event):

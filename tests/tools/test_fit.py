@@ -54,7 +54,7 @@ def takes_all(*, batch=1, length=1, offload="none", accumulation=1): ...
 
 
 def largest(model: Callable[..., Plan], limit: int, **values: Any) -> int:
-    """By trying all."""
+    """Returns the largest batch that fits, by trying all."""
     batch = 0
     while model(batch=batch + 1, **values).needed_bytes <= limit:
         batch += 1

@@ -117,7 +117,7 @@ def without_group():
 
 @contextmanager
 def alone():
-    """In a process group of one rank."""
+    """Runs a test in a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -136,7 +136,7 @@ class Steps:
         return made_plan(moments, seconds, units=planned)
 
     def best(self, limit: int) -> float | None:
-        """By planning all recipes."""
+        """Returns the shortest time within a limit, by planning all recipes."""
         times = []
         for chosen in itertools.product(OPTIONS, repeat=len(KEYS)):
             units = tuple(UnitRecipe((key,), *option) for key, option in zip(KEYS, chosen))

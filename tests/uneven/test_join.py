@@ -162,14 +162,14 @@ def fit_and_explain(model: nn.Module, batch: Any, number: int, share: float) -> 
 
 
 class Loop(NamedTuple):
-    """A loop: the backwards of one batch, after how many batches it steps, and how gradients go then."""
+    """A loop: the backwards of a batch, after how many batches it steps, and how it clears gradients."""
 
     fit: Callable[[nn.Module, Any, int, float], None] = fit
     accumulates: int = 1
     drops: bool = True
 
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, every: Any, share: float) -> None:
-        """Trains with the batches of some ranks for each number."""
+        """Trains; `every` has the batches of some ranks for each number."""
         for number, batches in enumerate(every):
             for batch in batches:
                 self.fit(model, batch, number, share)

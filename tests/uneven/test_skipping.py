@@ -180,7 +180,7 @@ def mixture(front: str) -> tuple[nn.Module, nn.Module]:
 
 @ranks(2)
 def test_experts_whose_gradients_are_compressed(rank, world_size):
-    """What else there is meets a unit that is skipped in `tests/seams`."""
+    """`tests/seams` combines skipped units with everything else."""
     plain, model = mixture("orig")
     compress(model, reductions="int8")
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]

@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_no_hole_and_nothing_on_the_disk(rank, world_size):
 
 @ranks(2)
 def test_what_the_first_rank_cannot_write_is_told_to_all(rank, world_size):
-    """Neither what a file does not take, nor a path that is none, leaves the other ranks standing."""
+    """Neither a value that no file holds nor a path that is no folder leaves the other ranks waiting."""
     model = nn.Linear(4, 2, dtype=torch.complex128)
     fully_shard(model)
     with tempfile.TemporaryDirectory() as place:

@@ -199,7 +199,7 @@ def test_wrong_flags_end_in_a_usage_error(tmp_path, capsys):
 
 
 def saved(folder: Path, pattern: str) -> list[int]:
-    """The steps of what there is of a run, whole or begun."""
+    """The steps of a run's checkpoints, complete or not."""
     matches = [re.search(r"step_(\d+)", path.name) for path in folder.glob(pattern)]
     return sorted(int(match[1]) for match in matches if match)
 
@@ -298,7 +298,7 @@ def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
 
 
 def reached(folder: Path, step: int) -> int:
-    """Returns the newest step, when it is so high."""
+    """Returns the newest step once it is this high."""
     until(lambda: max(saved(folder, "step_*"), default=0) >= step)
     return max(saved(folder, "step_*"))
 

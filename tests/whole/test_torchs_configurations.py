@@ -83,7 +83,7 @@ def test_ours_and_torchs_are_equal_where_their_fields_are(name, given, others, a
 
 
 def of_our_class(name: str, state: str) -> bytes:
-    """A pickle as earlier versions of this package, with classes of its own, made it of a configuration."""
+    """A configuration's pickle as earlier versions of this package wrote it, with classes of their own."""
     made = f"ccopy_reg\n_reconstructor\n(cfsdp_wrap.api\n{name}\nc__builtin__\nobject\nNtR(d{state}b."
     return made.encode()
 

@@ -45,7 +45,7 @@ def run_simulated(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Computes in one thread, and then as before: on that the bits of later tests depend."""
+    """Computes in one thread, then in as many as before: the bits of later tests depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -44,7 +44,7 @@ class Block:
 
     @property
     def held(self) -> int:
-        """Bytes that it takes of the allocator's."""
+        """Bytes that it takes from the allocator."""
         return -(-self.nbytes // _GRANULE) * _GRANULE
 
     @property

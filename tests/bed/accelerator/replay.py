@@ -84,7 +84,7 @@ class Recording:
     def add_call(
         self, action: Action, call: Call, arguments: Any, result: Any, fresh: list[torch.Tensor]
     ) -> None:
-        """Adds an operator; what is random has the outcome that it had."""
+        """Adds an operator; a random one repeats its former result."""
         if call.leaves_undefined:
             return
         if call.random:
@@ -116,11 +116,11 @@ class Recording:
         self.add(action, again)
 
     def add_free(self, action: Action, block: Block) -> None:
-        """Adds that memory goes."""
+        """Adds that memory is freed."""
         self.add(action, lambda memory: memory.poison(block))
 
     def end(self, left: list[tuple[Block, torch.UntypedStorage]]) -> None:
-        """Notes what is there in the end, where anything was written."""
+        """Notes the final bytes of all memory that was written."""
         written: dict[Block, set[tuple[int, int]]] = defaultdict(set)
         for queue in self.queues.values():
             for action in queue:
@@ -134,13 +134,13 @@ class Recording:
                 self._last.append((block, bytes_of(storage).clone(), touched))
 
     def do(self, action: Action, memory: Memory) -> None:
-        """Does an action again that is no part of a collective."""
+        """Repeats an action that is not part of a collective."""
         again = self._again.get(action)
         if again is not None:
             again(memory)
 
     def compare(self, memory: Memory) -> None:
-        """Compares what is there in the end, where anything was written; raises `Different`."""
+        """Compares the final bytes of all memory that was written; raises `Different`."""
         for block, expected, touched in self._last:
             wrong = (memory.bytes(block) != expected) & touched
             if wrong.any():
@@ -276,7 +276,7 @@ _KINDS = (View, torch.Tensor, list, tuple, dict)
 
 
 def _replaced(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Returns arguments with something else in the place of all of a kind."""
+    """Returns arguments in which everything of a kind is replaced."""
     if isinstance(tree, (list, tuple)):
         items = [_replaced(item, kind, change) if isinstance(item, _KINDS) else item for item in tree]
         return type(tree)(items)
@@ -297,7 +297,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def replay(recordings: Sequence[Recording], seeds: int) -> None:
-    """Does everything again: all but the computation as late as can be, then as early, then by chance.
+    """Repeats everything: all but the computation as late as possible, then as early, then at random.
 
     It raises `Different` if another order leads to other numbers.
     """

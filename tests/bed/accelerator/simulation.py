@@ -133,7 +133,7 @@ class Simulation(Accelerator):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Lets what only looks, and what has nothing to do with the device, go unnoticed."""
+        """Ignores what only looks, and what has nothing to do with the device."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -153,13 +153,13 @@ class Simulation(Accelerator):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that the allocators of all streams have given away now."""
+        """Bytes that the allocators of all streams have given out."""
         return sum(self._live.values())
 
     # what the package asks for
 
     def stream(self, name: str) -> Stream:
-        """Returns one of this name."""
+        """Returns the stream of this name."""
         if name not in self._streams:
             self._streams[name] = Stream(name, self._current, self.host_waits_for)
         return self._streams[name]
@@ -193,7 +193,7 @@ class Simulation(Accelerator):
         return self.fetched(tensor) if self._block(other).on_host else tensor
 
     def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in host memory, for which the host waits, of what is on the device."""
+        """Copies a device tensor to host memory; the host waits for it."""
         if self._block(tensor).on_host:
             return tensor
         copied = self.empty_on_host(tensor.numel(), tensor.dtype, pin=False)

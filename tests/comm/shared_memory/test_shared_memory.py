@@ -202,7 +202,7 @@ def test_hybrid_groups_and_sums_in_order_of_ranks(rank, world_size):
 
 @contextlib.contextmanager
 def refused_on_the_second(rank: int, patched: object, name: str) -> Iterator[list[str]]:
-    """There something of the host's fails; gives what is warned of shared memory."""
+    """Lets a call of the host fail on the second rank; yields the warnings about shared memory."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as told:
         if rank == 1:
             stack.enter_context(mock.patch.dict(_shared_memory._own, clear=True))
@@ -429,7 +429,7 @@ def test_a_fork_neither_takes_part_nor_disturbs_its_parent(rank, world_size):
 
 
 def number_lent() -> int:
-    """Pieces that peers compute with."""
+    """Returns how many pieces peers compute with."""
     posted = [is_read for of_piece in own_memory()._posted.values() for is_read in of_piece]
     return sum(isinstance(getattr(is_read, "__self__", None), Lent) and not is_read() for is_read in posted)
 
@@ -516,7 +516,7 @@ def traces() -> int:
 
 
 def test_what_lies_in_memory_stays_there_when_it_grows():
-    """In this process as in another one, which finds what is new when it looks there."""
+    """Both in this process and in a peer, which finds new memory when it looks there."""
     memory = SharedMemory()
     peer = PeerMemory(os.getpid(), memory.door, memory.word)
     sizes = [5000, 20 << 20, 10 << 20, 3000, 40 << 20, 1 << 20, 90 << 20]
@@ -536,7 +536,7 @@ def test_what_lies_in_memory_stays_there_when_it_grows():
 
 
 def address_space() -> int:
-    """Bytes that maps of this library's memory take."""
+    """Bytes of address space that this library's maps take."""
     taken = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:fsdp_wrap" in line:
