@@ -37,7 +37,7 @@ def without_a_batch(model: Any, optimizer: Any, loss: Any) -> None:
 
 
 def with_fewer_batches(model: Any, optimizer: Any, loss: Any) -> None:
-    """The gradients of ranks with different numbers of batches, and of a usual backward."""
+    """Accumulates backwards of ranks with different numbers of batches between two usual ones."""
     loss(model).backward()
     with uneven(model):
         for _ in range((1, 2)[dist.get_rank()]):
@@ -48,24 +48,24 @@ def with_fewer_batches(model: Any, optimizer: Any, loss: Any) -> None:
 
 def backward_after_others(model: Any, optimizer: Any, loss: Any) -> None:
     """One rank alone evaluates between a forward and its backward."""
-    found = loss(model)
+    result = loss(model)
     with uneven(model), torch.no_grad():
         if dist.get_rank():
             loss(model)
-    found.backward()
+    result.backward()
     _end(optimizer)
 
 
 def evaluation_between(model: Any, optimizer: Any, loss: Any) -> None:
-    found = loss(model)
+    result = loss(model)
     with torch.no_grad():
         loss(model)
-    found.backward()
+    result.backward()
     _end(optimizer)
 
 
 def another_optimizer(model: Any, optimizer: Any, loss: Any) -> None:
-    """Another optimizer steps, which one rank drops and the other keeps, as by a cycle."""
+    """A second optimizer steps; one rank drops it, the other keeps it, as a reference cycle would."""
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     usual(model, other, loss)
     if dist.get_rank():
@@ -82,7 +82,7 @@ def joined(model: Any, optimizer: Any, loss: Any) -> None:
 
 
 def evaluation_alone(model: Any, optimizer: Any, loss: Any) -> None:
-    """One rank evaluates what it holds as a whole, while the other waits."""
+    """One rank evaluates a model whose parameters it holds whole, while the other waits."""
     usual(model, optimizer, loss)
     if dist.get_rank():
         with torch.no_grad():
@@ -102,10 +102,10 @@ def same_bits(model: Any, optimizer: Any, loss: Any) -> None:
 
 def programs_for(model: nn.Module) -> list[Program]:
     """Returns the programs that a model can run, with usual steps between them."""
-    found: list[Program] = [without_a_batch, with_fewer_batches, backward_after_others, evaluation_between]
-    found.append(same_bits)
+    programs: list[Program] = [without_a_batch, with_fewer_batches, backward_after_others, evaluation_between]
+    programs.append(same_bits)
     if isinstance(model, FSDP):
-        found.append(joined)
+        programs.append(joined)
         if model.sharding_strategy is ShardingStrategy.NO_SHARD:
-            found.append(evaluation_alone)
-    return [another_optimizer, *(program for each in found for program in (usual, each, usual))]
+            programs.append(evaluation_alone)
+    return [another_optimizer, *(program for another in programs for program in (usual, another, usual))]

@@ -50,9 +50,9 @@ def train_beside(
         for number, letter in enumerate(accumulation):
             every = batches(10 * step + number)
             with accumulating(model, letter):
-                found = loss_of(model, every[place])
+                loss = loss_of(model, every[place])
             losses = [loss_of(plain, batch) for batch in every]
-            torch.testing.assert_close(found.double(), losses[place].double(), **near)
+            torch.testing.assert_close(loss.double(), losses[place].double(), **near)
         for param in plain.parameters():
             if param.grad is not None:
                 param.grad /= len(every)

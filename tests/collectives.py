@@ -32,7 +32,7 @@ def check_gathers_and_sums(
     rank, size = communicator.rank, communicator.size
     pending, expected = [], []
     for dtype in DTYPES:
-        every = [[values(numel, dtype, each) for numel in SIZES] for each in range(size)]
+        every = [[values(numel, dtype, sender) for numel in SIZES] for sender in range(size)]
         full = [torch.empty(numel * size, dtype=dtype) for numel in SIZES]
 
         def fill(full: Any = full, own: Any = every[rank]) -> None:
@@ -40,15 +40,15 @@ def check_gathers_and_sums(
                 communicator.own_part(target).copy_(source)
 
         pending.append(communicator.all_gather(full, fill))
-        expected += [(found, torch.cat(parts)) for found, *parts in zip(full, *every)]
+        expected += [(target, torch.cat(parts)) for target, *parts in zip(full, *every)]
     for dtype in summed:
-        every = [[values(numel * size, dtype, 9 + each) for numel in SIZES] for each in range(size)]
+        every = [[values(numel * size, dtype, 9 + sender) for numel in SIZES] for sender in range(size)]
         shards = [torch.empty(numel, dtype=dtype) for numel in SIZES]
-        pending.append(communicator.reduce_scatter(shards, [each.clone() for each in every[rank]]))
+        pending.append(communicator.reduce_scatter(shards, [tensor.clone() for tensor in every[rank]]))
         totals = [sum(part.float() for part in parts).to(dtype) for parts in zip(*every)]
         expected += zip(shards, map(communicator.own_part, totals))
     # Of what is narrower than the shards, all parts are widened before they are summed.
-    for narrow in [each for each in (torch.bfloat16, torch.float16, torch.float8_e4m3fn) if in_order]:
+    for narrow in [kind for kind in (torch.bfloat16, torch.float16, torch.float8_e4m3fn) if in_order]:
         for numel in (37, 5000):
             generator = torch.Generator().manual_seed(numel)
             parts = torch.randn(size, size * numel, generator=generator).to(narrow)
@@ -56,26 +56,28 @@ def check_gathers_and_sums(
             pending.append(communicator.reduce_scatter(shards, [parts[rank].clone()]))
             expected.append((shards[0], communicator.own_part(sum(part.float() for part in parts))))
     random.Random(rank).shuffle(pending)
-    for each in pending:
-        each.wait()
-        each.wait()  # without effect
-    for found, wanted in expected:
-        assert found.dtype == wanted.dtype
-        assert torch.equal(found.cfloat(), wanted.cfloat()), (found.dtype, found.numel())
+    for work in pending:
+        work.wait()
+        work.wait()  # without effect
+    for result, wanted in expected:
+        assert result.dtype == wanted.dtype
+        assert torch.equal(result.cfloat(), wanted.cfloat()), (result.dtype, result.numel())
 
 
 def check_others(communicator: Any) -> None:
     """Checks the collectives for which ranks wait at once, among three ranks."""
     rank, size = communicator.rank, communicator.size
     for numel in (5, 5000):
-        mine, first = (values(numel, torch.float32, each).view(-1, 5) for each in (rank, 0))
+        mine, first = (values(numel, torch.float32, source).view(-1, 5) for source in (rank, 0))
         communicator.broadcast(mine)
         assert torch.equal(mine, first)
         own = values(numel, torch.int32, rank)
         full = torch.empty(numel * size, dtype=torch.int32) if rank == 0 else None
         communicator.gather(own, full)
         if full is not None:
-            assert torch.equal(full, torch.cat([values(numel, torch.int32, each) for each in range(size)]))
+            assert torch.equal(
+                full, torch.cat([values(numel, torch.int32, source) for source in range(size)])
+            )
         back = torch.empty_like(own)
         communicator.scatter(back, full)
         assert torch.equal(back, own)
@@ -89,5 +91,5 @@ def check_others(communicator: Any) -> None:
         wanted = torch.arange(size).repeat_interleave(numel).mul(10).add(rank)
         assert torch.equal(received, wanted.to(torch.uint8))
         value = {"rank": rank, "text": "x" * numel}
-        assert [each["rank"] for each in communicator.all_gather_object(value)] == [0, 1, 2]
+        assert [entry["rank"] for entry in communicator.all_gather_object(value)] == [0, 1, 2]
         assert communicator.broadcast_object(value) == {**value, "rank": 0}

@@ -25,11 +25,11 @@ def assert_same(model: nn.Module, reference: nn.Module, exact: bool = True, atol
         assert (param.grad is None) == (expected.grad is None), name
         if param.grad is not None:
             pairs.append((full(param.grad), full(expected.grad)))
-        for found, wanted in pairs:
+        for tensor, wanted in pairs:
             if exact:
-                assert torch.equal(found, wanted), name
+                assert torch.equal(tensor, wanted), name
             else:
-                torch.testing.assert_close(found, wanted, rtol=0, atol=atol, msg=name)
+                torch.testing.assert_close(tensor, wanted, rtol=0, atol=atol, msg=name)
     assert not wanted_of
 
 

@@ -89,9 +89,9 @@ class _Receiving(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, kind: str, args: Any) -> None:
-        boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
+        boxed = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
         tensors = args[0] if isinstance(args[0], list) else [*args[:2]]
-        nbytes = max(each.nbytes for each in tensors) * (group.size() - 1) // group.size()
+        nbytes = max(tensor.nbytes for tensor in tensors) * (group.size() - 1) // group.size()
         ranks = tuple(dist.get_process_group_ranks(group))
         self._counts[kind, ranks] += nbytes * (2 if kind == "allreduce" else 1)

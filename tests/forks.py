@@ -41,8 +41,8 @@ def run_forks(
     rest = (body, [*cases], world_size, together)
     (outcome,) = run_isolated(_run_all, *rest, backend=None, timeout=NEVER)
     assert outcome.kind == "passed", outcome
-    found: list[list[End]] = outcome.value
-    return found
+    ends: list[list[End]] = outcome.value
+    return ends
 
 
 def _run_all(rank: int, world_size: int, body: Any, cases: list[Any], size: int, together: bool) -> Any:
@@ -50,7 +50,7 @@ def _run_all(rank: int, world_size: int, body: Any, cases: list[Any], size: int,
         if not together:
             return [_Case(body, case, size, f"{folder}/{n}").end() for n, case in enumerate(cases)]
         started = [_Case(body, case, size, f"{folder}/{n}") for n, case in enumerate(cases)]
-        return [each.end() for each in started]
+        return [case.end() for case in started]
 
 
 class _Case:
@@ -72,12 +72,12 @@ class _Case:
         for link in self._links:
             with contextlib.suppress(OSError):  # its rank has died
                 link.send("all have ended")
-        for each in self._ranks:
-            each.join()
+        for process in self._ranks:
+            process.join()
         for number, (_, failure) in enumerate(answers):
             assert not failure, f"{self._case}, rank {number}: {failure}"
         ended = zip(self._ranks, answers)
-        return [End(each.pid or 0, each.exitcode or 0, value) for each, (value, _) in ended]
+        return [End(process.pid or 0, process.exitcode or 0, value) for process, (value, _) in ended]
 
 
 def _receive(link: Connection) -> Any:

@@ -164,13 +164,13 @@ def assert_same_grads(model: nn.Module, reference: nn.Module, **tolerance: float
     assert_tensors(full_grads(model), expected, **tolerance)
 
 
-def assert_tensors(found: Mapping[str, Any], expected: Mapping[str, Any], **tolerance: Any) -> None:
-    """Asserts that what is expected by name is found; to the bit without a tolerance."""
+def assert_tensors(actual: Mapping[str, Any], expected: Mapping[str, Any], **tolerance: Any) -> None:
+    """Asserts that tensors are those expected by name; to the bit without a tolerance."""
     for name, value in expected.items():
         if tolerance:
-            torch.testing.assert_close(found[name], value, msg=f"{name}: {{}}".format, **tolerance)
+            torch.testing.assert_close(actual[name], value, msg=f"{name}: {{}}".format, **tolerance)
         else:
-            assert torch.equal(found[name], value), name
+            assert torch.equal(actual[name], value), name
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class Side:
         self.take(state)
 
     def give(self, taker: Side, way: str, path: Path) -> None:
-        """Lets another one have the state: by what is saved, or by full state dicts."""
+        """Gives the state to another side: by a save, or by full state dicts."""
         if way == "full":
             taker.take(copy.deepcopy(self.state(full_state_dict=True)), full_state_dict=True)
         else:
@@ -184,9 +184,9 @@ class Side:
 
 
 def assert_same_sides(one: Side, other: Side, atol: float = 0) -> None:
-    found, expected = one.values(), other.values()
-    assert found.keys() == expected.keys()
+    values, expected = one.values(), other.values()
+    assert values.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            full(found[name]), full(value), rtol=0, atol=atol, msg=f"{name}: {{}}".format
+            full(values[name]), full(value), rtol=0, atol=atol, msg=f"{name}: {{}}".format
         )

@@ -270,7 +270,9 @@ def observe(rank: int, world_size: int, code: str) -> Told | None:
             if dist.is_initialized():
                 store().set(f"{rank} has ended", "")
     ours = [
-        each.message for each in caught if not isinstance(each.message, (FutureWarning, DeprecationWarning))
+        warning.message
+        for warning in caught
+        if not isinstance(warning.message, (FutureWarning, DeprecationWarning))
     ]
     return _told(ours[0]) if ours and isinstance(ours[0], Warning) else None
 
@@ -434,8 +436,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
         except BaseException as error:
             yield code, f"({str(error).splitlines()[0]})", ""
             continue
-        lines = dict.fromkeys(f"{each.kinds[0]}: {each.line}" for each in by_rank if each)
-        ranks = ", ".join(str(rank) for rank, each in enumerate(by_rank) if each)
+        lines = dict.fromkeys(f"{report.kinds[0]}: {report.line}" for report in by_rank if report)
+        ranks = ", ".join(str(rank) for rank, report in enumerate(by_rank) if report)
         yield code, " / ".join(lines) or "(nothing)", ranks
 
 

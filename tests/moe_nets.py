@@ -52,8 +52,8 @@ class MoE(nn.Module):
             computed = self._elsewhere(sorted_rows, counts, self.up.device_mesh.get_group())
         else:
             computed = self._compute(sorted_rows, torch.arange(EXPERTS).repeat_interleave(counts))
-        found = torch.zeros_like(computed).index_copy(0, order, computed)
-        return x + (gate[:, None] * found).view_as(x)
+        outputs = torch.zeros_like(computed).index_copy(0, order, computed)
+        return x + (gate[:, None] * outputs).view_as(x)
 
     def _elsewhere(self, rows: torch.Tensor, counts: torch.Tensor, group: Any) -> torch.Tensor:
         size = dist.get_world_size(group)
@@ -65,7 +65,9 @@ class MoE(nn.Module):
         return Exchange.apply(self._compute(received, own), here, there, group)
 
     def _compute(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        up, down = (each.to_local() if isinstance(each, DTensor) else each for each in (self.up, self.down))
+        up, down = (
+            weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.up, self.down)
+        )
         hidden = torch.tanh(torch.einsum("nd,ndh->nh", rows, up[experts]))
         return torch.einsum("nh,nhd->nd", hidden, down[experts])
 

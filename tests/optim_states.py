@@ -20,20 +20,20 @@ def by_name(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, An
     return {"state": {numbered[n]: entry for n, entry in state["state"].items()}, "param_groups": groups}
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], check_dtype: bool = True) -> None:
-    assert sorted(found["state"]) == sorted(expected["state"])
+def assert_same(actual: dict[str, Any], expected: dict[str, Any], check_dtype: bool = True) -> None:
+    assert sorted(actual["state"]) == sorted(expected["state"])
     for name, entry in expected["state"].items():
-        assert list(found["state"][name]) == list(entry), name
+        assert list(actual["state"][name]) == list(entry), name
         for key, value in entry.items():
-            other = found["state"][name][key]
+            other = actual["state"][name][key]
             if not isinstance(value, torch.Tensor):
                 assert other == value, (name, key)
                 continue
             other = other.full_tensor() if isinstance(other, IntervalTensor) else other
             assert other.shape == value.shape, (name, key)
             torch.testing.assert_close(other, value, rtol=0, atol=1e-12, check_dtype=check_dtype)
-    assert len(found["param_groups"]) == len(expected["param_groups"])
-    for group, other in zip(found["param_groups"], expected["param_groups"]):
+    assert len(actual["param_groups"]) == len(expected["param_groups"])
+    for group, other in zip(actual["param_groups"], expected["param_groups"]):
         assert sorted(group["params"]) == sorted(other["params"])
         assert {**group, "params": 0} == {**other, "params": 0}
 

@@ -7,7 +7,7 @@ from fronts import full_state
 
 
 class Partly(nn.Module):
-    """With parameters that all ranks use, one of them, the last of them without effect, and none."""
+    """Has parameters that are used by all ranks, by one, by the last without effect, and by none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ def assert_small_gradients_count(front: str, model: nn.Module, rank: int) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     (model(rank) * 1e-9).backward()
     optimizer.step()
-    found = full_state(model)
+    state = full_state(model)
     for name in ("all", "one", "zero", "last"):
         name = f"part.{name}"
-        torch.testing.assert_close(found[name], before[name] * 0.95, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(state[name], before[name] * 0.95, rtol=1e-5, atol=1e-5, msg=name)
     if front == "orig":
-        assert torch.equal(found["part.none"], before["part.none"])
+        assert torch.equal(state["part.none"], before["part.none"])

@@ -411,9 +411,9 @@ def reference(
             whole = sum(map(sum, every)) if "batches" in scenario else world_size
             for (number, _), weights in zip(_backwards(scenario, context), every):
                 forwards = scenario["forwards"]
-                found = [batches.loss(plain, rank, number, forwards) for rank in range(world_size)]
-                (sum(loss * weight for loss, weight in zip(found, weights)) / whole).backward()
-                losses[number] = [loss.detach() for loss in found]
+                of_ranks = [batches.loss(plain, rank, number, forwards) for rank in range(world_size)]
+                (sum(loss * weight for loss, weight in zip(of_ranks, weights)) / whole).backward()
+                losses[number] = [loss.detach() for loss in of_ranks]
         optimizer.step()
     return Reference(initial, losses, plain.state_dict(), steps)
 
@@ -459,8 +459,8 @@ def check(
     with aside():
         for name, value in state.items():
             wanted = expected.final[name]
-            found = full(value.to(wanted.device))
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
+            full_value = full(value.to(wanted.device))
+            torch.testing.assert_close(full_value, wanted, rtol=1e-10, atol=1e-10, msg=f"{name}: {scenario}")
     return model
 
 

@@ -24,17 +24,17 @@ def example(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def penalize(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
-    found = model(x)
-    (slope,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
-    backward(F.mse_loss(found, y) + slope.square().mean())
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    backward(F.mse_loss(output, y) + slope.square().mean())
 
 
 def curve(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
     """Multiplies a Hessian with a vector."""
-    found = model(x)
-    (slope,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
     (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
-    backward(F.mse_loss(found, y) + bend.square().mean())
+    backward(F.mse_loss(output, y) + bend.square().mean())
 
 
 def attack(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward: Backward) -> None:
@@ -56,7 +56,7 @@ def explain(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward: Backwa
     torch.autograd.grad(model(x).square().sum(), x)
 
 
-SLOPES = {each.__name__: each for each in (penalize, curve, attack, attack_frozen, explain)}
+SLOPES = {function.__name__: function for function in (penalize, curve, attack, attack_frozen, explain)}
 
 
 def sum_backwards(plain: nn.Module, name: str, weights: dict[tuple[int, int], float]) -> None:

@@ -190,20 +190,20 @@ def wrapped_and_plain(cls: Callable[[], nn.Module], wrap: Callable[..., nn.Modul
     return wrap(copy.deepcopy(plain), use_orig_params=use_orig_params), plain
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(found) == list(expected)
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(actual) == list(expected)
     for name, value in expected.items():
         if not isinstance(value, torch.Tensor):
-            assert found[name] == value, name
+            assert actual[name] == value, name
             continue
-        assert type(found[name]) is type(value), name
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        assert torch.equal(found[name], value), name
+        assert type(actual[name]) is type(value), name
+        assert (actual[name].dtype, actual[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(actual[name], value), name
 
 
-def assert_close(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
-    assert list(found) == list(expected)
-    assert_tensors(found, expected, rtol=0, atol=1e-12)
+def assert_close(actual: dict[Any, Any], expected: dict[Any, Any]) -> None:
+    assert list(actual) == list(expected)
+    assert_tensors(actual, expected, rtol=0, atol=1e-12)
 
 
 def changed(state: dict[str, Any]) -> dict[str, Any]:

@@ -86,9 +86,9 @@ def by_calls(**options: Any) -> Any:
 
 def products_beside(actions: Sequence[Any], chosen: Iterable[Any]) -> list[int]:
     """Counts, for each of some actions of a device, the matrix products that may run beside it."""
-    products = [each for each in actions if each.what in ("aten::mm", "aten::addmm")]
+    products = [action for action in actions if action.what in ("aten::mm", "aten::addmm")]
     return [
-        sum(each.tick > one.clock.get("compute", 0) and not each.follows(one) for each in products)
+        sum(product.tick > one.clock.get("compute", 0) and not product.follows(one) for product in products)
         for one in chosen
     ]
 

@@ -52,12 +52,12 @@ def test_parameters_and_fixtures_reach_the_ranks(rank, world_size, dtype, size, 
     assert isinstance(dtype, torch.dtype) and size in (1, 5)
     (tmp_path / f"{rank}").touch()
     dist.barrier()
-    assert sorted(os.listdir(tmp_path)) == [f"{each}" for each in range(world_size)]
+    assert sorted(os.listdir(tmp_path)) == [f"{number}" for number in range(world_size)]
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rank, world_size, "gloo")
     drawn = torch.rand(2)
     gathered = [torch.empty(2) for _ in range(world_size)]
     dist.all_gather(gathered, drawn)
-    assert all(torch.equal(each, drawn) for each in gathered)
+    assert all(torch.equal(tensor, drawn) for tensor in gathered)
     assert torch.get_num_threads() == 1
 
 
@@ -190,7 +190,7 @@ def test_failing_ranks(body, options, ends, shown):
     ],
 )
 def test_ranks_are_ended_that_do_not_work_or_work_without_an_end(taken, expected):
-    """Whose threads have run, and have waited for a processor, for so long after so many seconds."""
+    """`taken` says how long threads have run, and waited for a processor, at a time."""
     clock = SimpleNamespace(now=0)
     with (
         mock.patch.object(patience, "time", SimpleNamespace(monotonic=lambda: clock.now)),
@@ -269,18 +269,18 @@ def sampled(thorough: bool = False, given: Sequence[str] = ()) -> list[Combinati
     items += [Combination(n, marks=["left_over"]) for n in range(1000)]
     with mock.patch("bed.sampling.THOROUGH", thorough):
         omitted = sample(items, given)  # type: ignore[arg-type]
-    assert len(items) + len(omitted) == 2000 and all(each.is_slow for each in omitted)
+    assert len(items) + len(omitted) == 2000 and all(item.is_slow for item in omitted)
     return items
 
 
 def ids(items: Iterable[Combination], slow: bool) -> set[str]:
-    return {each.nodeid for each in items if each.is_slow is slow}
+    return {item.nodeid for item in items if item.is_slow is slow}
 
 
 def test_an_eighth_of_the_left_over_combinations_is_drawn_by_the_commit(monkeypatch):
     every, drawn = sampled(thorough=True), sampled()
     assert ids(drawn, slow=False) == ids(every, slow=False)
-    assert {each.callspec.params["parameter 0"] for each in drawn if not each.is_slow} == {*range(10)}
+    assert {item.callspec.params["parameter 0"] for item in drawn if not item.is_slow} == {*range(10)}
     assert len(ids(drawn, slow=True)) == pytest.approx(len(ids(every, slow=True)) / 8, rel=0.3)
     assert ids(sampled(), slow=True) == ids(drawn, slow=True)
     assert os.environ[DRAW] == draw() != "", "so that all workers draw alike"

@@ -62,8 +62,8 @@ def own(rows: torch.Tensor) -> torch.Tensor:
 
 def decays(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Groups parameters by shape: matrices decay."""
-    found = [*params]
-    matrices, others = [p for p in found if p.ndim > 1], [p for p in found if p.ndim < 2]
+    all_params = [*params]
+    matrices, others = [p for p in all_params if p.ndim > 1], [p for p in all_params if p.ndim < 2]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 

@@ -38,7 +38,7 @@ def long_batch(rank: int, step: int) -> torch.Tensor:
 
 
 def trained(rank: int, device: Simulation, front: str, offloads: bool) -> tuple[Any, list[int]]:
-    """Trains; returns the model, and of each step the peak of the bytes of the computation's stream."""
+    """Trains; returns the model, and for each step the peak bytes of the compute stream."""
     model = wrapped(front, module=deep())
     offload = fsdp_wrap.offload_activations(model, min_bytes=1024) if offloads else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -73,7 +73,9 @@ def test_less_memory_and_the_same_bits(front):
 def test_copies_run_beside_the_computation():
     devices = run_simulated(2, lambda rank, device: trained(rank, device, "orig", True) and None)
     for queue in ("activations to host", "activations to device"):
-        copies = [each for each in devices[0].actions if (each.what, each.queue) == ("aten::copy_", queue)]
+        copies = [
+            action for action in devices[0].actions if (action.what, action.queue) == ("aten::copy_", queue)
+        ]
         assert len(copies) > 2 * BLOCKS and all(products_beside(devices[0].actions, copies)), queue
 
 
@@ -129,7 +131,7 @@ def kinds(rank: int, device: Simulation, held: list[Any], travelled: list[int]) 
 
 @pytest.mark.parametrize(("held", "sent"), [([], 3), ([None], 2)], ids=["dropped", "held"])
 def test_what_travels(held, sent):
-    """Of two units what `exp` has computed, once, and the output of the first, if nobody holds it."""
+    """Of two units: what `exp` computed, once, and the output of the first unless somebody holds it."""
     travelled: list[int] = []
     run_simulated(2, partial(kinds, held=held, travelled=travelled))
     assert travelled == [sent * 1024] * 2
@@ -143,10 +145,10 @@ def edits(rank: int, device: Simulation, late: bool) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.saved = (x * self.weight).exp()
-            found = self.saved.sin()
+            sine = self.saved.sin()
             if not late:
                 self.saved.add_(1)
-            return found
+            return sine
 
     model = wrapped(module=nn.Sequential(Edits(), Edits(), Edits(), Edits()), kinds={Edits})
     fsdp_wrap.offload_activations(model, min_bytes=1)
@@ -201,7 +203,7 @@ def test_wrong_uses_are_refused():
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_plan_knows_the_peak_of_a_llama(checkpoints):
-    """All streams together, in the program that makes the table of the page."""
+    """Compares the peak of all streams together, by the program that makes the page's table."""
     smaller: Any = {"BLOCKS": 4, "LENGTH": 128, "SEQUENCES": 2, "MIN_BYTES": 1 << 15}
     with mock.patch.multiple(offloaded, **smaller), mock.patch.dict(offloaded.PARTS, half=2, all=4):
         rows = [offloaded.compare(part, checkpoints) for part in offloaded.PARTS]

@@ -22,7 +22,7 @@ def live_bytes(keep: Callable[[torch.Tensor], bool] | None = None) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         objects = gc.get_objects()
         kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-        for tensor in (found for found in objects if type(found) in kinds):
+        for tensor in (candidate for candidate in objects if type(candidate) in kinds):
             if _has_storage(tensor) and (keep is None or keep(tensor)):
                 storage = tensor.untyped_storage()
                 start = storage.data_ptr()

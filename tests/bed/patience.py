@@ -55,11 +55,11 @@ class Patience:
         return self._silence / _LOOKS
 
     def shorten(self, silence: float) -> None:
-        """Begins to wait anew, and not so long."""
+        """Starts to wait again, for less time."""
         self._silence, self._worked = min(silence, self._silence), time.monotonic()
 
     def has_ended(self, processes: Iterable[int]) -> bool:
-        """Looks at the processes; returns whether it is in vain to wait for them any more."""
+        """Looks at the processes; returns whether waiting for them longer is pointless."""
         now, taken = time.monotonic(), _seconds_taken(processes)
         seconds, longest, together = now - self._looked, 0.0, 0.0
         for thread in taken.keys() & self._taken.keys():

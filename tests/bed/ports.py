@@ -10,7 +10,7 @@ _RANGE = range(12_000, 32_000)
 
 
 def free_port() -> int:
-    """Returns one by chance, since other processes look for one too."""
+    """Returns a free port at random, since other processes look for one too."""
     while True:
         with socket.socket() as probe:
             try:

@@ -94,7 +94,7 @@ def _collective(func: Any) -> str | None:
 
 
 def _carries_objects() -> bool:
-    """Whether one of torch's object collectives is what issues the present one."""
+    """Whether one of torch's object collectives issues the current collective."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "_object" in frame.f_code.co_name:

@@ -100,7 +100,7 @@ def _end(process: subprocess.Popen[str]) -> Done:
 def called(main: Callable[[list[str]], int], capsys: Any, *arguments: object) -> Done:
     """Calls a program's `main` in this process."""
     try:
-        code = main([str(each) for each in arguments])
+        code = main([str(argument) for argument in arguments])
     except SystemExit as ended:
         code = int(ended.code or 0)
     return Done(code, *capsys.readouterr())

@@ -60,10 +60,10 @@ def threads_as_ranks(
                 errors.append(error)
 
         started = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]
-        for each in started:
-            each.start()
-        for each in started:
-            each.join()
+        for worker in started:
+            worker.start()
+        for worker in started:
+            worker.join()
         if errors:
             raise errors[0]
 

@@ -24,7 +24,7 @@ SCALE = "_scale_inv"
 
 
 class Layer(nn.Module):
-    """An attention in small, beside a mixture of experts in which the router has whole blocks."""
+    """A small attention layer beside a mixture of experts whose router has whole blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,8 +85,8 @@ def copies_in(cache: Path) -> dict[str, list[str]]:
 
 
 def copy_of(cache: Path, name: str = "__0_0.distcp") -> Path:
-    (found,) = cache.glob(f"*/*/{name}")
-    return found
+    (path,) = cache.glob(f"*/*/{name}")
+    return path
 
 
 COPIES = [".metadata", "__0_0.distcp"]
@@ -127,7 +127,7 @@ def test_a_load_holds_a_few_megabytes_beside_the_tensors(cached, tmp_path):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_any_changed_byte_raises_before_the_model_changes(cached, tmp_path):
-    """Of a tensor's data, of what `torch.save` writes around it, of what is not loaded, of the metadata."""
+    """A byte of a tensor, of what `torch.save` writes around it, of what is not loaded, of the metadata."""
     place = bucket_in(tmp_path / "store")
     how = {"cache": tmp_path / "cache"} if cached else {}
     model, optimizer = trained(1)
@@ -180,8 +180,8 @@ def test_a_second_load_reads_the_copies_of_the_first(tmp_path):
         assert bytes_of(log) == expected and data.at == 3
         assert_equal(fresh.state_dict(), model.state_dict())
         assert copies_in(cache) == {"step_00000001": COPIES}
-    for each, its in ((fresh, moments), (model, optimizer)):
-        train(each, its, 0, 1, range(1, 3))
+    for running, its in ((fresh, moments), (model, optimizer)):
+        train(running, its, 0, 1, range(1, 3))
     assert_equal(fresh.state_dict(), model.state_dict())
     assert {path.name: path.read_bytes() for path in on_disk(place).iterdir() if path.name in COPIES} == {
         name: copy_of(cache, name).read_bytes() for name in COPIES
@@ -282,7 +282,7 @@ def test_a_disk_that_refuses_copies_costs_reading_again_and_no_more(failing, tmp
     with mock.patch.object(*how, refuse):
         with pytest.warns(UserWarning, match=f"{cache} takes no copy of .*No space left.* store") as told:
             checkpoint.load(place, fresh, cache=cache)
-    assert sum("takes no copy" in str(each.message) for each in told) == 1
+    assert sum("takes no copy" in str(warning.message) for warning in told) == 1
     assert_equal(fresh.state_dict(), model.state_dict())
     assert copies_in(cache) == {"step_00000001": []}
 
@@ -326,9 +326,9 @@ def test_steps_on_disk_need_no_cache(tmp_path):
 
 @ranks(3)
 def test_ranks_of_a_host_read_each_file_once_together(rank, world_size, tmp_path):
-    """One load of all ranks, and then a load by each rank alone, all at the same time, as of several jobs."""
+    """All ranks load together; then each loads alone, all at the same time, as several jobs would."""
     place = bucket_in(tmp_path / "store")
-    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
     model = per_block_of(net(), use_orig_params=True)
     with impatient():
         checkpoint.save(place, model, adamw(model), {"data": Counter(rank)})

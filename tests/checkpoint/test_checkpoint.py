@@ -64,11 +64,11 @@ def test_resuming_in_the_same_way_is_exact_down_to_random_states(rank, world_siz
     checkpoint.load(tmp_path, again, restore_random_state=False)
     assert torch.equal(torch.get_rng_state(), state)
     resumed = {"schedule": torch.optim.lr_scheduler.StepLR(fresh, 5), "data": Counter(0)}
-    found = checkpoint.load(tmp_path, again, fresh, resumed)
+    loaded = checkpoint.load(tmp_path, again, fresh, resumed)
     assert draws() == expected
-    assert (found.step, found.folder) == (7, folder)
-    assert found["epoch"] == 3 and found["mask"].tolist() == [1, 2]
-    assert found["data"] is resumed["data"] and found["data"].at == 10 * rank
+    assert (loaded.step, loaded.folder) == (7, folder)
+    assert loaded["epoch"] == 3 and loaded["mask"].tolist() == [1, 2]
+    assert loaded["data"] is resumed["data"] and loaded["data"].at == 10 * rank
     resumed["schedule"].step()
     assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     train(again, fresh, rank, world_size, range(2, 4))
@@ -86,7 +86,7 @@ class Odd(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are left out
-        for param in (each for group in self.param_groups for each in group["params"]):
+        for param in (weight for group in self.param_groups for weight in group["params"]):
             state = self.state[param]
             if not state and param.numel():
                 like = {kind: torch.zeros_like(param, dtype=kind) for kind in (f32, f64, i64, torch.bool)}
@@ -128,12 +128,14 @@ def test_optimizer_state_comes_back_in_its_dtypes(rank, world_size, front, tmp_p
         for param, twin in zip(model.parameters(), again.parameters()):
             assert optimizer.state[param].keys() == fresh.state[twin].keys()
             for key, value in optimizer.state[param].items():
-                found = fresh.state[twin][key]
-                assert type(found) is type(value) and getattr(found, "dtype", 0) == getattr(value, "dtype", 0)
+                loaded = fresh.state[twin][key]
+                assert type(loaded) is type(value) and getattr(loaded, "dtype", 0) == getattr(
+                    value, "dtype", 0
+                )
                 assert (
-                    torch.equal(to_local(found), to_local(value))
+                    torch.equal(to_local(loaded), to_local(value))
                     if torch.is_tensor(value)
-                    else found == value
+                    else loaded == value
                 )
     wrong = torch.optim.AdamW(again.parameters())
     before = copy.deepcopy(again.state_dict())
@@ -147,13 +149,13 @@ def test_optimizer_state_comes_back_in_its_dtypes(rank, world_size, front, tmp_p
 def test_with_another_number_of_ranks_extras_are_the_first_ranks(rank, world_size, tmp_path):
     model = net()
     checkpoint.save(tmp_path, model, extra={"epoch": 3, "data": rank, **({"first": 1} if rank == 0 else {})})
-    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
     before = draws()
     with pytest.warns(UserWarning, match="saved by 2 ranks, and data, first of extra differed") as warned:
         state = torch.get_rng_state()
-        found = checkpoint.load(tmp_path, model, process_group=alone)
+        loaded = checkpoint.load(tmp_path, model, process_group=alone)
     assert len(warned) == 1
-    assert dict(found) == {"epoch": 3, "data": 0, "first": 1}
+    assert dict(loaded) == {"epoch": 3, "data": 0, "first": 1}
     assert torch.equal(torch.get_rng_state(), state) and before != draws()
 
 
@@ -241,7 +243,7 @@ def test_one_process_keeps_steps_and_clears_up(tmp_path, capfd):
 
 
 def test_progress_in_a_file_is_about_ten_lines_however_long_it_takes(tmp_path, capfd):
-    """By a clock of its own, in which everything takes a second."""
+    """By a fake clock, by which everything takes a second."""
     model = nn.ParameterList(torch.ones(50) for _ in range(300))
     checkpoint.save(tmp_path, model, step=1)
     assert not capfd.readouterr().err
@@ -269,10 +271,10 @@ def test_a_save_in_the_background_keeps_what_was(rank, world_size, tmp_path):
     assert third.done() and fourth.name == "step_00000004"
     assert next(iter(_team._background_groups.values()))() is group
 
-    found = checkpoint.load(tmp_path, model, optimizer, step=1)
+    loaded = checkpoint.load(tmp_path, model, optimizer, step=1)
     assert_equal(model.state_dict(), expected)
     assert_same(FSDP.optim_state_dict(model, optimizer), expected_optim)
-    assert found["position"].eq(0).all() and found["list"] == [1]
+    assert loaded["position"].eq(0).all() and loaded["list"] == [1]
 
 
 @ranks(2)
@@ -281,9 +283,9 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_si
     checkpoint.save(tmp_path, model)
     bigger, alike = net(), other(net())
     bigger.head = nn.Linear(6, 5).double()
-    for each in (bigger, alike):
-        each.tail = nn.Linear(2, 2).double()
-        del each.stem
+    for changed in (bigger, alike):
+        changed.tail = nn.Linear(2, 2).double()
+        del changed.stem
     bigger, alike = FSDP(bigger), FSDP(alike)
     before, state = copy.deepcopy(bigger.state_dict()), torch.get_rng_state()
     with pytest.raises(ValueError) as refused:
@@ -302,8 +304,8 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(rank, world_si
     optimizer = torch.optim.SGD(alike.parameters(), lr=0.25)
     checkpoint.load(tmp_path, alike, optimizer, strict=False)
     assert optimizer.param_groups[0]["lr"] == 0.25  # there was none to load
-    found, saved = alike.state_dict(), model.state_dict()
-    assert_equal(found, {name: saved.get(name, before[name]) for name in found})
+    after, saved = alike.state_dict(), model.state_dict()
+    assert_equal(after, {name: saved.get(name, before[name]) for name in after})
 
 
 def test_what_a_model_lacks_is_not_read(tmp_path):
@@ -330,8 +332,8 @@ def test_steps_and_dtypes_that_are_not_there_are_named(tmp_path):
     fraction.count = nn.Parameter(torch.tensor([1.5]))
     checkpoint.save(tmp_path / "fraction", fraction)
     step = checkpoint.save(tmp_path / "runs", nn.Tanh(), extra={"epoch": 4}, step=3)
-    found = checkpoint.load(step.rename(tmp_path / "runs" / "step_00000039"), nn.Tanh())
-    assert found == {"epoch": 4} and found.step == 39
+    loaded = checkpoint.load(step.rename(tmp_path / "runs" / "step_00000039"), nn.Tanh())
+    assert loaded == {"epoch": 4} and loaded.step == 39
     for count, told in ((10, "39, 8, 7, .*, 0$"), (12, "39, 10, 9, .*, 2 and 2 more$")):
         while len(names_in(tmp_path / "runs")) < count:
             checkpoint.save(tmp_path / "runs", nn.Tanh(), step=len(names_in(tmp_path / "runs")) - 1)
@@ -359,7 +361,7 @@ def test_ties_and_extra_state_of_plain_models(tmp_path):
 
     source, target = Odd(), other(Odd())
     source.told = {"nested": [1, torch.ones(2)]}
-    sgd, fresh = (torch.optim.SGD(each.parameters(), lr=lr) for each, lr in ((source, 0.5), (target, 1.0)))
+    sgd, fresh = (torch.optim.SGD(net.parameters(), lr=lr) for net, lr in ((source, 0.5), (target, 1.0)))
     checkpoint.save(tmp_path, source, sgd)
     checkpoint.load(tmp_path, target, [fresh])
     assert fresh.param_groups[0]["lr"] == 0.5
@@ -439,7 +441,7 @@ class Refusing(torch.optim.AdamW):
 
 
 class Particular(nn.Linear):
-    """Takes a copy of what it is given, on one rank."""
+    """Raises on one rank when it is given its extra state."""
 
     def get_extra_state(self) -> int:
         return 1

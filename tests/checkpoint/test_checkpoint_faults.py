@@ -84,7 +84,7 @@ GROWTH = Sample(8 * 2**20, 0, 8, 0)
 
 @dataclass(frozen=True)
 class Kill:
-    """Which rank ends in or after which step; after which part of the time that the step before took."""
+    """Which rank is killed at which step, after which fraction of the time that the step before took."""
 
     rank: int
     step: int
@@ -169,8 +169,8 @@ def ended(outcomes: list[Outcome]) -> list[Any]:
 
 def assert_killed(outcomes: list[Outcome], kill: Kill) -> None:
     expected = [KILLED if rank == kill.rank else LOST for rank in range(len(outcomes))]
-    found = [outcome.exitcode if outcome.kind == "died" else outcome.kind for outcome in outcomes]
-    assert found == expected, (kill, outcomes)
+    ends = [outcome.exitcode if outcome.kind == "died" else outcome.kind for outcome in outcomes]
+    assert ends == expected, (kill, outcomes)
 
 
 def kept(before: Path | None) -> list[list[str]]:
@@ -182,8 +182,8 @@ def kept(before: Path | None) -> list[list[str]]:
     """
     oldest, *last = (f"step_{step:08d}" for step in (STEPS - 2 * EVERY, STEPS - EVERY, STEPS))
     done = before is not None and before.name == last[-1]
-    found = [last, [oldest, *last], [f".{oldest}.deleted", *last]] if done else [last]
-    return [*found, *([".saving", *each] for each in found if done)]
+    contents = [last, [oldest, *last], [f".{oldest}.deleted", *last]] if done else [last]
+    return [*contents, *([".saving", *names] for names in contents if done)]
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
@@ -199,9 +199,9 @@ def test_runs_that_are_killed_over_and_over_resume_to_the_same_end(tmp_path, how
         kill = Kill(moments.randrange(2), step, moments.uniform(0.0, 2.0))
         assert_killed(run_isolated(run, program, folder, kill, world_size=2), kill)
     before = checkpoint.latest(folder)
-    for found, wanted in zip(ended(run_isolated(run, program, folder, world_size=2)), expected):
-        assert_equal(found[0], wanted[0])
-        assert found[1] == wanted[1], (kill, before)
+    for result, wanted in zip(ended(run_isolated(run, program, folder, world_size=2)), expected):
+        assert_equal(result[0], wanted[0])
+        assert result[1] == wanted[1], (kill, before)
     assert names_in(folder) in kept(before), (kill, before)
 
 
@@ -287,7 +287,7 @@ CORRUPTIONS = ["truncate", "flip", "delete", "swap", "another step's", "append"]
 
 
 def corrupt(how: str, folder: Path, earlier: Path, choice: random.Random) -> set[str]:
-    """Damages a step folder; returns the names of the files of which one must be told."""
+    """Damages a step folder; returns the names of files, one of which the error must name."""
     path, other = choice.sample(sorted(folder.iterdir()), 2)
     data = bytearray(path.read_bytes())
     if how == "truncate":
@@ -304,7 +304,9 @@ def corrupt(how: str, folder: Path, earlier: Path, choice: random.Random) -> set
     path.unlink() if how == "delete" else path.write_bytes(data)
     # A manifest of another step contradicts all the others.
     alike = how == "another step's" and path.name == "manifest.json"
-    return {each.name for each in folder.iterdir()} if alike else {path.name, *[other.name] * (how == "swap")}
+    return (
+        {entry.name for entry in folder.iterdir()} if alike else {path.name, *[other.name] * (how == "swap")}
+    )
 
 
 def test_no_corruption_loads(tmp_path):

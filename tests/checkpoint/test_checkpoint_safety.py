@@ -237,7 +237,7 @@ def test_what_appears_is_on_disk(rank, world_size, tmp_path, monkeypatch):
 
 @ranks(2)
 def test_a_second_run_is_told_and_disturbs_nothing(rank, world_size, tmp_path, monkeypatch):
-    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
     model = layers()
     write = CheckedWriter.write_data
 
@@ -393,9 +393,9 @@ def test_a_parameter_has_one_state(rank, world_size, front, tmp_path):
         ):
             with pytest.raises(ValueError, match=message):
                 refused()
-    for each in (FSDP.optim_state_dict, FSDP.sharded_optim_state_dict) if front == "orig" else ():
+    for function in (FSDP.optim_state_dict, FSDP.sharded_optim_state_dict) if front == "orig" else ():
         with pytest.raises(ValueError, match="occurs twice .*pass it once"):
-            each(model, twice)
+            function(model, twice)
     assert one.state_dict() == before
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
@@ -468,7 +468,7 @@ def test_metadata_change_nothing_that_others_use(tmp_path):
     with pytest.raises(RuntimeError, match=r"\.metadata holds no metadata"):
         read_metadata(tmp_path)
     admitted = (ChunkStorageMetadata, _get_layout, OrderedDict, PurePosixPath, metadata._MEM_FORMAT_ENCODING)
-    assert not any(hasattr(each, "hidden") for each in (*admitted, *metadata._MEM_FORMAT_ENCODING))
+    assert not any(hasattr(value, "hidden") for value in (*admitted, *metadata._MEM_FORMAT_ENCODING))
 
 
 def test_chunks_that_do_not_tile_a_tensor_are_refused(tmp_path, capsys):

@@ -37,7 +37,7 @@ def place_of_kind(kind: str, folder: Path) -> str:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    """Returns what a command prints, which ends with a status."""
+    """Runs a command, which must end with a status; returns what it prints."""
     ended = _command.main([*arguments])
     output = capsys.readouterr()
     assert ended == status, output
@@ -78,7 +78,7 @@ def test_steps_are_inspected_and_converted_by_url(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("arguments", [["convert"], ["export"], ["convert", "--to", "safetensors"]])
 def test_each_byte_is_read_once(arguments, tmp_path, capsys, monkeypatch):
-    """By several requests for a large tensor, and by few for many small ones."""
+    """A large tensor takes several requests; many small ones take few."""
     place = bucket_in(tmp_path / "lm")
     model = torch.nn.Sequential(torch.nn.Linear(2048, 1500), *(torch.nn.Linear(64, 64) for _ in range(80)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -112,11 +112,11 @@ def test_an_export_casts_what_is_floating_and_in_parts_has_an_index(tmp_path, ca
         index = json.loads((tmp_path / dtype / "model.safetensors.index.json").read_text())
         files = {file: load_file(tmp_path / dtype / file) for file in set(index["weight_map"].values())}
         assert len(files) > 2
-        found = {name: files[file][name] for name, file in index["weight_map"].items()}
-        assert found["0.running_var"].dtype == found["1.weight"].dtype == wanted
-        assert found["0.num_batches_tracked"].dtype == torch.int64
-        cast = {name: value.to(found[name].dtype) for name, value in model.state_dict().items()}
-        assert_equal({name: found[name] for name in cast}, cast)
+        exported = {name: files[file][name] for name, file in index["weight_map"].items()}
+        assert exported["0.running_var"].dtype == exported["1.weight"].dtype == wanted
+        assert exported["0.num_batches_tracked"].dtype == torch.int64
+        cast = {name: value.to(exported[name].dtype) for name, value in model.state_dict().items()}
+        assert_equal({name: exported[name] for name in cast}, cast)
 
 
 def test_results_lie_beside_their_source(tmp_path, capsys):
@@ -232,9 +232,9 @@ def test_wrong_input_is_told_in_one_line(saved, tmp_path, capsys):
 
 
 def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = load_file(folder / "model.safetensors")
-    assert found.keys() == expected.keys()  # files keep an order of their own
-    assert_equal({name: found[name] for name in expected}, expected)
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == expected.keys()  # files keep an order of their own
+    assert_equal({name: stored[name] for name in expected}, expected)
 
 
 def plain_net(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

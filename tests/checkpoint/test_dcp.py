@@ -69,13 +69,13 @@ def test_the_methods_of_the_wrapper_resume_on_other_ranks_in_another_wrapping(
     assert_same(FSDP.optim_state_dict(target, fresh), by_name(reference, plain))
 
 
-def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(found) == list(expected)
-    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-10, atol=1e-10)
+def assert_near(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(actual) == list(expected)
+    torch.testing.assert_close(dict(actual), dict(expected), rtol=1e-10, atol=1e-10)
 
 
 def flattened(model_state: dict[str, Any], optim_state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    entries = [(name, *each) for name, entry in optim_state["state"].items() for each in entry.items()]
+    entries = [(name, *item) for name, entry in optim_state["state"].items() for item in entry.items()]
     return model_state | {f"{name} {key}": value for name, key, value in entries if key != "step"}
 
 
@@ -90,9 +90,9 @@ def test_state_dicts_of_rows_are_torchs(rank, world_size):
         ours = adamw(model)
         train(model, ours, rank, world_size, range(2))
         with sharded(model, rows=not given):
-            found = flattened(model.state_dict(), FSDP.optim_state_dict(model, ours))
-        assert list(found) == list(expected)
-        for name, value in found.items():
+            state = flattened(model.state_dict(), FSDP.optim_state_dict(model, ours))
+        assert list(state) == list(expected)
+        for name, value in state.items():
             rows = distribute_tensor(expected[name], mesh, [Shard(0)]).to_local()
             assert type(value) is DTensor and value.placements == (Shard(0),) and value.device_mesh == mesh
             assert value.to_local().untyped_storage().nbytes() == value.to_local().nbytes
@@ -229,7 +229,7 @@ def test_a_local_state_dict_of_another_rank_is_refused(rank, world_size, tmp_pat
     with FSDP.state_dict_type(model, LOCAL):
         torch.save(model.state_dict(), tmp_path / str(rank))
         dist.barrier()
-        mine, others = (torch.load(tmp_path / str(each)) for each in (rank, 1 - rank))
+        mine, others = (torch.load(tmp_path / str(owner)) for owner in (rank, 1 - rank))
         with pytest.raises(RuntimeError, match=r"_flat_param: .*elements .*, this rank .*the ranks"):
             model.load_state_dict(others)
         plain = {name: getattr(value, "piece", value) for name, value in mine.items()}  # as once was saved

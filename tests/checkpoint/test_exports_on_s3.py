@@ -105,7 +105,7 @@ def test_a_server_that_fails_for_good_is_told_and_leaves_the_earlier_export(serv
 
 @pytest.mark.parametrize("part", [1, 2, 5])
 def test_a_part_of_a_large_file_is_sent_again(part, server):
-    """The first one with a new upload, others in the same: what the ranks gather comes once."""
+    """The first part is sent in a new upload, others in the same one; the ranks gather only once."""
     model = nn.Linear(2048, 4200, bias=False)  # of 33 MiB, so that the last part is small
     server.log()
     server.order({"kind": "error", "of": f"partNumber={part}", "times": 3})  # more than the client tries

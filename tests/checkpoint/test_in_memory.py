@@ -51,7 +51,7 @@ def saved(folder: Path, rank: int, size: int, per_host: int = 1) -> tuple[Any, A
 
 
 def lose(*hosts: Path) -> None:
-    """What becomes of these hosts' memory; all ranks go on when it is gone."""
+    """Deletes these hosts' memory; all ranks go on once it is gone."""
     dist.barrier()
     if dist.get_rank() == 0:
         for host in hosts:
@@ -60,7 +60,7 @@ def lose(*hosts: Path) -> None:
 
 
 def as_after_two(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
-    """The model goes on as a plain one that was never interrupted: so parameters and optimizer are right."""
+    """The model trains on as a plain one that was never interrupted: parameters and optimizer are right."""
     train(model, optimizer, rank, size, range(2, 4))
     assert_close(full_state(model), trained(4)[0].state_dict())
 
@@ -70,10 +70,10 @@ def resumes(
 ) -> tuple[nn.Module, torch.optim.Optimizer, checkpoint.Loaded]:
     model = sharded(front, other(net()), **({"process_group": group} if group else {}))
     optimizer = adamw(model)
-    found = checkpoint.load(memory, model, optimizer, process_group=group)
-    assert found.step == 2
+    loaded = checkpoint.load(memory, model, optimizer, process_group=group)
+    assert loaded.step == 2
     as_after_two(model, optimizer, rank, size)
-    return model, optimizer, found
+    return model, optimizer, loaded
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def resumes(
 )
 @ranks(4)
 def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_path, front, per_host, lost):
-    """Also where hosts are of unlike size: of three ranks and one, the one takes what all three have."""
+    """Also where hosts differ in size: with three ranks and one, the one takes what all three have."""
     model, optimizer = stepped(front, rank, world_size)
     memory = place(tmp_path, rank, per_host)
     pending = checkpoint.async_save(memory, model, optimizer, {"seen": 10 + rank}, step=2)
@@ -90,8 +90,8 @@ def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_pa
     before = torch.get_rng_state()
     lose(tmp_path / f"host{lost}")
     assert memory.latest() == 2
-    again, of_again, found = resumes(memory, front, rank, world_size)
-    assert found["seen"] == 10 + rank
+    again, of_again, loaded = resumes(memory, front, rank, world_size)
+    assert loaded["seen"] == 10 + rank
     assert torch.equal(torch.get_rng_state(), before)
     assert_same(by_name(of_again, again), by_name(optimizer, model))
     assert not (tmp_path / f"host{lost}" / "step_00000002").exists()  # a load writes nothing
@@ -104,7 +104,7 @@ def test_what_a_lost_host_held_comes_from_its_neighbour(rank, world_size, tmp_pa
 @pytest.mark.filterwarnings("ignore")
 @ranks(4)
 def test_other_numbers_of_ranks_on_other_hosts_load(rank, world_size, tmp_path, came_back):
-    """From two hosts of which one is lost, by ranks that sit elsewhere; the last host has seen nothing."""
+    """One of two hosts is lost; the ranks that load sit on the other one and on new hosts."""
     saved(tmp_path, rank, world_size, per_host=2)
     lose(tmp_path / "host0")
     survivors = dist.new_group(list(range(came_back)))
@@ -115,7 +115,7 @@ def test_other_numbers_of_ranks_on_other_hosts_load(rank, world_size, tmp_path, 
 
 @ranks(3)
 def test_each_step_is_held_twice_and_no_more(rank, world_size, tmp_path):
-    """Bytes of a host: its ranks' shards and as many of the neighbour's, of one step, whatever was before."""
+    """A host holds its ranks' shards and as many of its neighbour's, of one step, whatever came before."""
     model = shard("orig", nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(2, 256)).sum().backward()
@@ -128,7 +128,7 @@ def test_each_step_is_held_twice_and_no_more(rank, world_size, tmp_path):
     shard_bytes = 3 * 4 * 6 * 256 * 257 / world_size  # parameters and two averages
     assert 2 * shard_bytes < held < 2.2 * shard_bytes
     names = sorted(path.name for path in (memory.folder / "step_00000003").glob("*.distcp"))
-    assert names == sorted(f"__{each}_0.distcp" for each in {rank, (rank - 1) % world_size})
+    assert names == sorted(f"__{owner}_0.distcp" for owner in {rank, (rank - 1) % world_size})
     checkpoint.save(memory, model, optimizer, step=4, keep_last=2)
     assert len(list(memory.folder.glob("step_*"))) == 2
     dist.barrier()
@@ -150,7 +150,7 @@ def test_regular_saves_lose_no_more_steps_than_they_say(rank, world_size, tmp_pa
         newest.append(memory.latest() or 0)  # when the step before is over, and what follows it is not
         saves.after(step)
     saves.finish()
-    lost = [step - found for step, found in enumerate(newest, 1)]
+    lost = [step - last for step, last in enumerate(newest, 1)]
     assert max(lost) == most
     assert memory.latest() == 4 * most // saves.every * saves.every
     with pytest.raises(ValueError, match="lose_at_most must be at least 1 step, not 0"):
@@ -224,7 +224,7 @@ def test_one_host_alone_keeps_what_it_has_and_warns(rank, world_size, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         folder = checkpoint.save(memory, model, optimizer, step=2)
-    told = [str(each.message) for each in caught if "memory of one host" in str(each.message)]
+    told = [str(warning.message) for warning in caught if "memory of one host" in str(warning.message)]
     assert len(told) == (rank == 0)
     resumes(folder, "orig", rank, world_size)  # of one host it is a step folder like any
     with pytest.raises(RuntimeError, match="/proc/nowhere"):  # no folder can be made there

@@ -210,10 +210,10 @@ def test_each_box_is_written_once_and_the_metadata_are_torchs(case):
     assert max(boxes(written).values()) == 1
     for rank, items in enumerate(ours):  # nothing that this rank does not hold
         assert not boxes(items) - boxes(planned.local[rank].items)
-    found = planned.ours().metadata()
-    assert entries_of(found) == entries_of(metadata)
-    assert found.planner_data == metadata.planner_data
-    keys = [key for key, path in found.planner_data.items() if path[0] == "model"]
+    own = planned.ours().metadata()
+    assert entries_of(own) == entries_of(metadata)
+    assert own.planner_data == metadata.planner_data
+    keys = [key for key, path in own.planner_data.items() if path[0] == "model"]
     first = planned.local[0].planner_data
     assert [key for key in keys if key in first] == [key for key in first if key in keys]
 

@@ -29,8 +29,8 @@ def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Returns a tensor of arbitrary bytes, NaNs among them."""
     values = torch.empty(shape, dtype=dtype)
     of_bytes = values.untyped_storage()
-    found = torch.randint(0, 2 if dtype == torch.bool else 256, (of_bytes.nbytes(),), dtype=torch.uint8)
-    return torch.empty(0, dtype=dtype).set_(found.untyped_storage()).view(shape)
+    content = torch.randint(0, 2 if dtype == torch.bool else 256, (of_bytes.nbytes(),), dtype=torch.uint8)
+    return torch.empty(0, dtype=dtype).set_(content.untyped_storage()).view(shape)
 
 
 def plain() -> dict[str, torch.Tensor]:
@@ -53,11 +53,11 @@ def others() -> dict[str, torch.Tensor]:
 def written(folder: Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Returns the state as torch's reader reads it."""
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
-    found = {
+    values = {
         name: torch.zeros_like(value, memory_format=torch.contiguous_format) for name, value in state.items()
     }
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return found
+    dcp.load(values, checkpoint_id=folder, no_dist=True)
+    return values
 
 
 def read_back(folder: Path, into: Callable[[Any], Any] = allocated, extensions: Any = ()) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def read_back(folder: Path, into: Callable[[Any], Any] = allocated, extensions: 
     return read(reader, flat, ALONE, lambda: flat)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert (actual[name].dtype, actual[name].shape) == (value.dtype, value.shape), name
         torch.testing.assert_close(
-            found[name].detach().reshape(-1).view(torch.uint8),
+            actual[name].detach().reshape(-1).view(torch.uint8),
             value.detach().reshape(-1).view(torch.uint8),
             msg=name,
             rtol=0,
@@ -116,15 +116,15 @@ def test_a_default_device_changes_nothing(tmp_path, into):
     expected = written(tmp_path, {"a": torch.rand(7, 3)})
     _head_of.cache_clear()
     with torch.device("meta"):
-        found = read_back(tmp_path, into)
-    assert found["a"].tolist() == expected["a"].tolist()
+        values = read_back(tmp_path, into)
+    assert values["a"].tolist() == expected["a"].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_places_of_another_order_or_dtype_get_the_values(tmp_path, dtype):
     expected = written(tmp_path, {"a": torch.arange(35.0).view(5, 7), "b": torch.arange(6.0).view(2, 3)})
-    found = read_back(tmp_path, lambda entry: torch.zeros(entry.size[::-1], dtype=dtype).t())
-    assert {name: value.tolist() for name, value in found.items()} == {
+    values = read_back(tmp_path, lambda entry: torch.zeros(entry.size[::-1], dtype=dtype).t())
+    assert {name: value.tolist() for name, value in values.items()} == {
         name: value.tolist() for name, value in expected.items()
     }
 

@@ -77,13 +77,13 @@ def test_steps_are_saved_replaced_kept_and_loaded_by_url(kind, tmp_path):
 
     fresh, data = net(), Counter(0)
     moments = adamw(fresh)
-    found = checkpoint.load(place, fresh, moments, {"data": data})
-    assert (found.step, found.folder, data.at) == (3, checkpoint.latest(place), 9)
+    loaded = checkpoint.load(place, fresh, moments, {"data": data})
+    assert (loaded.step, loaded.folder, data.at) == (3, checkpoint.latest(place), 9)
     assert_equal(fresh.state_dict(), expected)
-    for each, its in ((fresh, moments), (model, optimizer)):
-        train(each, its, 0, 1, range(2, 3))
+    for running, its in ((fresh, moments), (model, optimizer)):
+        train(running, its, 0, 1, range(2, 3))
     assert_equal(fresh.state_dict(), model.state_dict())
-    assert checkpoint.load(str(found.folder), fresh).step == 3
+    assert checkpoint.load(str(loaded.folder), fresh).step == 3
     with pytest.raises(ValueError, match="there is no step 1 in .*; it holds steps 3, 2"):
         checkpoint.load(place, fresh, step=1)
     pending = checkpoint.async_save(place, model, optimizer)
@@ -112,7 +112,7 @@ def test_places_are_paths_that_pickle_with_their_configuration():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_states_are_saved_in_the_background(kind, tmp_path):
-    """From so many tensors on another process writes, unless it would see another memory."""
+    """With this many tensors another process writes, unless it would see other memory."""
     place = place_of_kind(kind, tmp_path)
     model, again = (
         nn.ParameterList([torch.full((2,), value), *(torch.ones(1) for _ in range(999))])
@@ -398,7 +398,7 @@ def test_objects_are_sent_in_parts_and_appear_when_all_are_there():
 @ranks(3)
 def test_any_number_of_ranks_loads_what_two_have_saved(rank, world_size, tmp_path):
     place = bucket_in(tmp_path)
-    pair, alone = dist.new_group([0, 1]), [dist.new_group([each]) for each in range(world_size)][rank]
+    pair, alone = dist.new_group([0, 1]), [dist.new_group([member]) for member in range(world_size)][rank]
     plain, reference = trained(2)
     with impatient():
         if rank < 2:

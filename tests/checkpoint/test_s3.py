@@ -191,7 +191,7 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_whole_steps(phase, there, ser
 
 
 def test_a_process_that_writes_in_the_background_reaches_the_store(server):
-    """From so many tensors on it is another process, which knows what this one has configured."""
+    """With this many tensors another process writes, which knows what this one has configured."""
     place = server.path(URL)
     model = torch.nn.ParameterList(
         [torch.nn.Parameter(torch.full((2,), float(number))) for number in range(1000)]

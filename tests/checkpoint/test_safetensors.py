@@ -82,8 +82,8 @@ def untied(plain: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in plain.state_dict().items() if name in firsts}
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert_equal(dict(sorted(found.items())), dict(sorted(expected.items())))
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_equal(dict(sorted(actual.items())), dict(sorted(expected.items())))
 
 
 @pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, Mixed])
@@ -117,9 +117,9 @@ def test_dtypes_and_sizes(rank, world_size, tmp_path):
     model, plain = wrapped_and_plain(Mixed, per_block, True)
     export_safetensors(model, tmp_path, dtype=torch.bfloat16)
     dist.barrier()
-    found = stored(tmp_path)
-    assert found.pop("blocks.0.table").dtype == torch.int64
-    same(found, {name: p.detach().bfloat16() for name, p in plain.named_parameters() if name in found})
+    values = stored(tmp_path)
+    assert values.pop("blocks.0.table").dtype == torch.int64
+    same(values, {name: p.detach().bfloat16() for name, p in plain.named_parameters() if name in values})
     for size, error in (("5 apples", ValueError), (0, ValueError), ("0GB", ValueError), (5.0, TypeError)):
         with pytest.raises(error, match="max_shard_size must"):
             export_safetensors(model, tmp_path, max_shard_size=size)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_dtypes_and_sizes(rank, world_size, tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="cannot hold 0.weight, which is of torch.complex128"):
         export_safetensors(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex128)), tmp_path)
-    same(stored(tmp_path) | {}, {**found, "blocks.0.table": plain.blocks[0].table.detach()})
+    same(stored(tmp_path) | {}, {**values, "blocks.0.table": plain.blocks[0].table.detach()})
 
 
 def test_tensors_of_all_kinds_without_ranks(tmp_path):
@@ -144,9 +144,9 @@ def test_tensors_of_all_kinds_without_ranks(tmp_path):
         described = {name: (tuple(value.shape), value.dtype) for name, value in values.items()}
         assert write_safetensors(folder, described, values.items()) == [SINGLE]
         bits = {name: value.contiguous().view(-1).view(torch.uint8) for name, value in values.items()}
-        for found in (stored(folder), read_safetensors(folder)):
-            assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == described
-            whole = {name: torch.clone(value) for name, value in found.items()}  # type: ignore[arg-type]
+        for tensors in (stored(folder), read_safetensors(folder)):
+            assert {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()} == described
+            whole = {name: torch.clone(value) for name, value in tensors.items()}  # type: ignore[arg-type]
             same({name: value.view(-1).view(torch.uint8) for name, value in whole.items()}, bits)
     with pytest.raises(ValueError, match="expected bytes of"):
         write_safetensors(folder, described, [("matrix", values["matrix"])])

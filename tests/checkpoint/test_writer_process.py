@@ -84,8 +84,8 @@ def test_training_goes_on_and_the_files_are_those_of_a_save(rank, world_size, fr
 
 def index_of(folder: Path) -> Any:
     """Returns the index of a step folder, without its identity."""
-    found = read_metadata(folder)
-    return found.state_dict_metadata, found.planner_data, found.storage_data
+    metadata = read_metadata(folder)
+    return metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data
 
 
 def counted_plans() -> Any:
@@ -236,8 +236,8 @@ def sharded_model_is_as_large_as_its_part(rank: int, world_size: int, folder: Pa
 
 
 def test_what_counts_is_the_part_of_a_rank(tmp_path):
-    found = run_isolated(sharded_model_is_as_large_as_its_part, tmp_path, world_size=2)
-    assert [each.value for each in found] == [False, False], found
+    ends = run_isolated(sharded_model_is_as_large_as_its_part, tmp_path, world_size=2)
+    assert [end.value for end in ends] == [False, False], ends
 
 
 @small_states_too
@@ -309,7 +309,7 @@ def test_it_ends_with_its_rank_killed_or_not(tmp_path):
 
 
 def test_it_ends_if_its_rank_was_killed_before_it_has_begun(tmp_path):
-    """A fork of the rank holds the pipe, whose end so does not come."""
+    """A fork of the rank keeps the pipe open, so the writer never sees its end."""
     rank = os.fork()
     if not rank:
         pid = process.WriterProcess()._process.pid

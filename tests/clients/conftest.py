@@ -14,7 +14,7 @@ from launch import Ranks
 
 @pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """As many ranks as a test file says: two, unless it has a `WORLD_SIZE`."""
+    """Runs on as many ranks as the test file's `WORLD_SIZE` says, two by default."""
     crew = Ranks(getattr(request.module, "WORLD_SIZE", 2))
     yield crew
     crew.close()

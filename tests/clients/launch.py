@@ -73,9 +73,9 @@ def require_units(model: Any, package: str) -> None:
     """Asserts that every layer is a unit of the package."""
     from torch.distributed.fsdp import FSDPModule
 
-    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert len(units) > model.config.num_hidden_layers
-    assert {type(each).__mro__[1].__module__.partition(".")[0] for each in units} == {package}
+    assert {type(unit).__mro__[1].__module__.partition(".")[0] for unit in units} == {package}
 
 
 def open_to_cpu(stack: contextlib.ExitStack) -> None:

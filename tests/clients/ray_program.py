@@ -37,9 +37,9 @@ def train(settings: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     prepare = _by_accelerate if settings["way"] == "accelerate" else _plainly
     model, optimizer, backward = prepare(llama())
-    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     package = "fsdp_wrap" if settings["ours"] else "torch"
-    assert {type(each).__mro__[1].__module__.partition(".")[0] for each in units} == {package}
+    assert {type(unit).__mro__[1].__module__.partition(".")[0] for unit in units} == {package}
     if not settings["ours"]:
         Path(os.environ["TORCHS_BEGAN"]).touch()
     generator = torch.Generator().manual_seed(rank)

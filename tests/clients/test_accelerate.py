@@ -21,7 +21,7 @@ STEPS = 4
 
 
 def _accelerator(front, accumulation=1, precision="no", **options):
-    """Of DDP where there is no front."""
+    """Returns an accelerator: for the front-end, or for DDP where there is none."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     version = {"fsdp_version": 2} if front == "composable" else {"use_orig_params": front == "orig"}
@@ -87,6 +87,6 @@ def _train(rank, world_size, port, front, options, accumulation=1, precision="no
 def test_training_equals_accelerates_ddp(run, front, options, accumulation, precision):
     """Losses, and the norms by which it clips; where DDP's autocast casts operands, ours casts parameters."""
     expected = run(_train, None, {}, accumulation, precision)
-    found = run(_train, front, options, accumulation, precision)
+    ours = run(_train, front, options, accumulation, precision)
     assert len({tuple(losses) for losses, _ in expected[0]}) == STEPS, "the losses move"
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if precision == "no" else 3e-2)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 if precision == "no" else 3e-2)

@@ -111,9 +111,9 @@ def numbers(weight: Any) -> torch.Tensor:
 
 def held_bytes(model: nn.Module) -> int:
     """Returns the bytes of this rank's parts of the 4-bit weights, and of nothing else."""
-    found = [each.weight for each in model.modules() if _is_4bit(each)]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in found]
-    return sum(each.numel() * each.element_size() for each in local)
+    weights = [module.weight for module in model.modules() if _is_4bit(module)]
+    local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def _is_4bit(module: nn.Module) -> bool:
@@ -131,19 +131,19 @@ def test_training_of_adapters_equals_a_plain_model(rank, world_size, kind, stora
             sharded(front, net(kind, storage, twice), shared_memory=False),
         )
         optimizers = [
-            torch.optim.SGD([param for param in each.parameters() if param.requires_grad], 0.1)
-            for each in (plain, model)
+            torch.optim.SGD([param for param in module.parameters() if param.requires_grad], 0.1)
+            for module in (plain, model)
         ]
         for step in range(3):
             x = inputs(world_size, step)
             wanted = [plain(part) for part in x]
-            (sum(each.square().mean() for each in wanted) / world_size).backward()
+            (sum(output.square().mean() for output in wanted) / world_size).backward()
             with count_collectives(objects=False) as traffic:
-                found = model(x[rank])
-            found.square().mean().backward()
+                output = model(x[rank])
+            output.square().mean().backward()
             if step == 0:
-                assert torch.equal(found, wanted[rank])
-            torch.testing.assert_close(found, wanted[rank], rtol=1e-5, atol=1e-6)
+                assert torch.equal(output, wanted[rank])
+            torch.testing.assert_close(output, wanted[rank], rtol=1e-5, atol=1e-6)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -153,10 +153,10 @@ def test_training_of_adapters_equals_a_plain_model(rank, world_size, kind, stora
         assert held_bytes(model) == of_codes // world_size
         padding = BLOCKS * 16 * 16 * world_size
         assert of_codes + beside <= traffic["all_gather_into_tensor"].bytes <= of_codes + beside + padding
-        found = model(x[rank])
+        output = model(x[rank])
         twin = copy.deepcopy(model)
-        assert torch.equal(twin(x[rank]), found)
-        assert torch.equal(model.eval()(x[rank]), found)  # bitsandbytes repacks plain ones for the processor
+        assert torch.equal(twin(x[rank]), output)
+        assert torch.equal(model.eval()(x[rank]), output)  # bitsandbytes repacks plain ones for the processor
 
 
 @each_front
@@ -166,10 +166,10 @@ def test_full_parameters_and_state_dicts_have_what_a_plain_model_has(rank, world
 
     plain, model = net(), sharded(front, net())
     wanted = plain.state_dict()
-    found: dict[str, Any] = get_model_state_dict(model, options=FULL)
-    assert list(found) == list(wanted)
+    state: dict[str, Any] = get_model_state_dict(model, options=FULL)
+    assert list(state) == list(wanted)
     for name, value in wanted.items():
-        same = found[name][: len(value)] if "bitsandbytes__" in name else found[name]
+        same = state[name][: len(value)] if "bitsandbytes__" in name else state[name]
         assert torch.equal(same, value), name
     for name, param in iter_full_params(model):
         whole = plain.get_parameter(name)
@@ -183,7 +183,7 @@ def test_full_parameters_and_state_dicts_have_what_a_plain_model_has(rank, world
             )
     other, x = sharded(front, net(seed=1)), inputs(1)[0]
     assert not torch.equal(other(x), plain(x))
-    set_model_state_dict(other, found, options=FULL)
+    set_model_state_dict(other, state, options=FULL)
     assert torch.equal(other(x), plain(x))
 
 
@@ -390,13 +390,13 @@ def test_exports_have_the_numbers_that_codes_mean(rank, world_size, front, tmp_p
         wanted = {name: numbers(param) for name, param in plain.named_parameters()}
         for dtype in (None, torch.bfloat16):
             source = weight_source(model, dtype=dtype)
-            found = dict(source)
+            exported = dict(source)
             assert [meta[1:] for meta in source.metadata()] == [
-                (value.dtype, tuple(value.shape)) for value in found.values()
+                (value.dtype, tuple(value.shape)) for value in exported.values()
             ]
-            assert list(found) == list(wanted)
+            assert list(exported) == list(wanted)
             for name, value in wanted.items():
-                assert torch.equal(found[name], value if dtype is None else value.to(dtype)), name
+                assert torch.equal(exported[name], value if dtype is None else value.to(dtype)), name
         checkpoint.export_safetensors(model, tmp_path / str(storage))
         dist.barrier()
         saved = load_file(tmp_path / str(storage) / "model.safetensors")
@@ -422,9 +422,9 @@ def test_options_of_both_front_ends(rank, world_size, front, how):
         (plain(part).square().mean() / world_size).backward()
     model(inputs(world_size)[rank]).square().mean().backward()
     parts = 2 if how == "replicas" else world_size
-    found, wanted = fronts.full_grads(model), dict(plain.named_parameters())
+    grads, wanted = fronts.full_grads(model), dict(plain.named_parameters())
     trained = {name: param.grad for name, param in wanted.items() if param.grad is not None}
-    fronts.assert_tensors({name: found[name] for name in trained}, trained, rtol=1e-5, atol=1e-7)
+    fronts.assert_tensors({name: grads[name] for name in trained}, trained, rtol=1e-5, atol=1e-7)
     x = inputs(1, 1)[0]
     assert torch.equal(model(x), plain(x))
     model.state_dict()  # which reshards
@@ -462,9 +462,9 @@ def at_rest(rank: int, world_size: int, port: int) -> int:
         before = settled_bytes()
         model, optimizer, step = planned()
         step()
-        found = settled_bytes() - before
+        nbytes = settled_bytes() - before
         del model, optimizer, step
-        return found
+        return nbytes
     finally:
         dist.destroy_process_group()
 
@@ -472,5 +472,5 @@ def at_rest(rank: int, world_size: int, port: int) -> int:
 def test_a_plan_has_the_memory_that_is_measured(run):
     net()
     plan = fsdp_wrap.plan(planned, ranks=2)
-    for found in run(at_rest):
-        assert abs(found - plan.rest_bytes) <= 0.02 * plan.rest_bytes, (found, plan.rest_bytes)
+    for nbytes in run(at_rest):
+        assert abs(nbytes - plan.rest_bytes) <= 0.02 * plan.rest_bytes, (nbytes, plan.rest_bytes)

@@ -36,7 +36,7 @@ def _experts_can_be_spread():
 
 @contextlib.contextmanager
 def _rank(rank, port, ours):
-    """A rank that imports transformers first: a module that is imported meanwhile keeps our names."""
+    """Makes a rank that imports transformers first: a module that is imported later keeps our names."""
     with client_rank(rank, port, False, True, WORLD_SIZE):
         importlib.import_module("transformers.distributed.fsdp")
     with client_rank(rank, port, ours, True, WORLD_SIZE):
@@ -132,7 +132,7 @@ SPREAD: dict[str, dict[str, Any]] = {
 def test_experts_by_configuration_equal_torchs_and_one_process(run, tmp_path, options):
     mixture().save_pretrained(tmp_path / "model")
     alone = _alone(tmp_path, WORLD_SIZE // options.get("tp_size", 1))
-    torchs, ours = (run(_train, each, tmp_path, options) for each in (False, True))
+    torchs, ours = (run(_train, own, tmp_path, options) for own in (False, True))
     torch.testing.assert_close(ours, torchs, **CLOSE)
     assert len({loss for loss, *_ in ours[0][0]}) == STEPS
     for step, (loss, norm, norms) in enumerate(alone[0]):
@@ -209,13 +209,13 @@ def _fit(rank, world_size, port, ours, folder):
         trainer = Trainer(model=model, args=arguments, train_dataset=data)
         trainer.train()
         require_units(model, "fsdp_wrap" if ours else "torch")
-        return [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
+        return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.client("transformers", "accelerate")
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 def test_trainer_of_spread_experts_equals_torchs(run, tmp_path):
     mixture().save_pretrained(tmp_path / "model")
-    torchs, ours = (run(_fit, each, tmp_path) for each in (False, True))
+    torchs, ours = (run(_fit, own, tmp_path) for own in (False, True))
     assert len({*ours[0]}) == STEPS and all(norm > NORM for _, norm in ours[0])
     torch.testing.assert_close(ours, torchs, **CLOSE)

@@ -77,12 +77,12 @@ def test_training_equals_one_process_on_the_pooled_batch(run, tmp_path, version,
         expected = single(_train, version, kind, storage, str(tmp_path))
     finally:
         single.close()
-    found = run(_train, version, kind, storage, str(tmp_path))
+    ours = run(_train, version, kind, storage, str(tmp_path))
     losses, norms = zip(*expected[0][0])
     assert len(losses) == STEPS and all(norm > 0 for norm in norms)
-    for of_rank, _ in found:
-        found_losses, found_norms = zip(*of_rank)
-        torch.testing.assert_close(found_losses, losses, rtol=1e-4, atol=1e-5)
+    for of_rank, _ in ours:
+        own_losses, own_norms = zip(*of_rank)
+        torch.testing.assert_close(own_losses, losses, rtol=1e-4, atol=1e-5)
         # TRL trains adapters of 4-bit models in bf16, whose norms are rounded once more.
-        torch.testing.assert_close(found_norms, norms, rtol=2**-7, atol=0)
-    assert found[0][1] == expected[0][1] and any(name.endswith("absmax") for name in found[0][1])
+        torch.testing.assert_close(own_norms, norms, rtol=2**-7, atol=0)
+    assert ours[0][1] == expected[0][1] and any(name.endswith("absmax") for name in ours[0][1])

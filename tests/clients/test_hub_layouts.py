@@ -632,8 +632,8 @@ def test_blocks_that_end_early_are_dequantised(tmp_path, budget):
         rows, columns = value.shape
         scales = torch.rand(-(-rows // block), -(-columns // block)) + 0.5
         codes = value.float().to(FP8)
-        each = scales.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
-        meant[name] = (codes.float() * each).bfloat16()
+        spread = scales.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+        meant[name] = (codes.float() * spread).bfloat16()
         return {name: codes, f"{name}_scale_inv": scales}
 
     _rewrite(tmp_path, change, {"quant_method": "fp8", "weight_block_size": [block, block]})

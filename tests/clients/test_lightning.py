@@ -112,9 +112,9 @@ def _shard(model, mesh):
 )
 def test_fitting_equals_lightnings_ddp(run, tmp_path, front, options):
     expected = run(_fit, None, str(tmp_path / "ddp"), options)
-    found = run(_fit, front, str(tmp_path / "ours"), options)
+    ours = run(_fit, front, str(tmp_path / "ours"), options)
     assert len(expected[0][0]) == STEPS * options.get("accumulate_grad_batches", 1)
-    torch.testing.assert_close(found, expected, rtol=0, atol=3e-2 if "precision" in options else 1e-5)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=3e-2 if "precision" in options else 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -124,13 +124,13 @@ def test_resuming_equals_lightnings_ddp(run, tmp_path, front, kind):
     options = {"state_dict_type": kind}
     if front == "composable":
         options = {"save_distributed_checkpoint": kind == "sharded"}
-    files = {each: str(tmp_path / str(each) / "step=2.ckpt") for each in (None, front)}
+    files = {saver: str(tmp_path / str(saver) / "step=2.ckpt") for saver in (None, front)}
     run(_fit, None, str(tmp_path / "None"))
     expected = run(_fit, None, str(tmp_path), {}, files[None])
     run(_fit, front, str(tmp_path / front), options)
-    found = run(_fit, front, str(tmp_path), options, files[front])
-    assert [len(losses) for losses, _ in found] == [STEPS - 2] * 2
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    ours = run(_fit, front, str(tmp_path), options, files[front])
+    assert [len(losses) for losses, _ in ours] == [STEPS - 2] * 2
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     if kind == "full":  # a file that DDP reads, and we read DDP's: model and optimizer
         for reader, writer in ((None, front), (front, None)):
             swapped = run(_fit, reader, str(tmp_path), options if reader else {}, files[writer])
@@ -175,6 +175,6 @@ def _fabric_step(fabric, model, optimizer, batches):
 
 def test_fabric_equals_its_ddp(run, tmp_path):
     expected = run(_fabric, False, str(tmp_path / "ddp"))
-    found = run(_fabric, True, str(tmp_path / "ours"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert found[0][1] == found[0][2], "what was loaded goes on as it did before"
+    ours = run(_fabric, True, str(tmp_path / "ours"))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    assert ours[0][1] == ours[0][2], "what was loaded goes on as it did before"

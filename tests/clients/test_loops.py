@@ -57,7 +57,7 @@ def _equal_torchs(loop: Loop, tmp_path: Path, file: str) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    found = {}
+    results = {}
     for ours in (False, True):
         folder = tmp_path / f"ours {ours}".replace(" ", "-")
         folder.mkdir()
@@ -66,11 +66,11 @@ def _equal_torchs(loop: Loop, tmp_path: Path, file: str) -> None:
         losses = torch.tensor(loop(tmp_path / "model", folder, variables))
         assert began.exists() is not ours, "what it runs on"
         (saved,) = folder.rglob(file)
-        found[ours] = losses, load_file(saved)
-    losses, weights = found[True]
+        results[ours] = losses, load_file(saved)
+    losses, weights = results[True]
     assert len(losses) == STEPS and len(set(losses.tolist())) == STEPS, "the losses move"
-    torch.testing.assert_close(losses, found[False][0], rtol=0, atol=0)
-    torch.testing.assert_close(weights, found[False][1], rtol=0, atol=0)
+    torch.testing.assert_close(losses, results[False][0], rtol=0, atol=0)
+    torch.testing.assert_close(weights, results[False][1], rtol=0, atol=0)
 
 
 def _tune(recipe: str, *given: str) -> Loop:
@@ -117,7 +117,7 @@ def _tune(recipe: str, *given: str) -> Loop:
         tune = [sys.executable, "-m", "torchtune._cli.tune", "run"]
         ranks = ["--nnodes", 1, "--nproc_per_node", 2, "--master_port", environment["MASTER_PORT"]]
         run(*tune, *ranks, recipe, "--config", config, *given, env=environment)
-        return [float(each) for each in re.findall(r"loss:([\d.]+)", log.read_text())]
+        return [float(loss) for loss in re.findall(r"loss:([\d.]+)", log.read_text())]
 
     return loop
 
@@ -202,7 +202,7 @@ def _axolotl(**given: Any) -> Loop:
         command = [sys.executable, "-m", "axolotl.cli.main", "train", config, "--launcher", "torchrun", "--"]
         ranks = ["--nproc_per_node", 2, "--master_port", environment["MASTER_PORT"]]
         done = run(*command, *ranks, env={**environment, **variables})
-        return [float(each) for each in re.findall(r"'loss': '?([\d.]+)", done.out)]
+        return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", done.out)]
 
     return loop
 

@@ -27,7 +27,7 @@ pytestmark = needs("torchao")
 
 
 def net() -> nn.Sequential:
-    """Matrices of four and two times as many elements."""
+    """Makes a net of two matrices, one twice as large as the other."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 256, bias=False), nn.Tanh(), nn.Linear(256, 32, bias=False), nn.Tanh())
 
@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_the_ranks(rank, world_size, tmp_path, kind, befor
 
 
 def nbytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of what is elementwise in the state that this rank has."""
+    """Bytes of the elementwise state that this rank has."""
     values = [value for entry in optimizer.state.values() for value in entry.values() if value.dim()]
     return sum(getattr(value, "codes", value).nbytes for value in values)
 
@@ -107,7 +107,7 @@ def nbytes(optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit"])
 @ranks(3)
 def test_state_dicts_fit_any_cut_and_optimizer(rank, world_size, tmp_path, kind):
-    """Without alignment: pieces of any length, of which some have few bits and others all."""
+    """Pieces are not aligned and have any length: some optimizers' state has few bits, others' all."""
     group = dist.group.WORLD
     models = {front: sharded(front, group) for front in ("flat", "orig")}
     optimizers = {front: made(kind, model) for front, model in models.items()}
@@ -122,9 +122,9 @@ def test_state_dicts_fit_any_cut_and_optimizer(rank, world_size, tmp_path, kind)
     few = own.dequantize() if hasattr(own, "dequantize") else own
     assert torch.equal(few[: mine.numel()], mine)
     for before, after in (("flat", "orig"), ("orig", "flat")):
-        for each, save in ((before, True), (after, False)):
-            model = models[each]
-            optimizer = optimizers[each] if save else made(kind, model)
+        for layout, save in ((before, True), (after, False)):
+            model = models[layout]
+            optimizer = optimizers[layout] if save else made(kind, model)
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
                 state = FSDP.optim_state_dict(model, optimizer)
                 if save:
@@ -132,14 +132,14 @@ def test_state_dicts_fit_any_cut_and_optimizer(rank, world_size, tmp_path, kind)
                     continue
                 dcp.load(state, checkpoint_id=tmp_path / before)
                 optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
-            assert nbytes(optimizer) == nbytes(optimizers[each])
-            found = FSDP.optim_state_dict(model, optimizer)["state"]
+            assert nbytes(optimizer) == nbytes(optimizers[layout])
+            loaded = FSDP.optim_state_dict(model, optimizer)["state"]
             given = FSDP.optim_state_dict(models[before], optimizers[before])["state"]
             for name, entry in given.items():
                 most = entry["exp_avg"].abs().max()
-                close = (found[name]["exp_avg"] - entry["exp_avg"]).abs().max() / most
+                close = (loaded[name]["exp_avg"] - entry["exp_avg"]).abs().max() / most
                 assert close < (0.02 if kind == "AdamW8bit" else 0.2)
-                assert found[name]["step"] == entry["step"]
+                assert loaded[name]["step"] == entry["step"]
     plain = torch.optim.AdamW(models["orig"].parameters())
     plain.load_state_dict(FSDP.optim_state_dict_to_load(models["orig"], plain, saved))
     assert {*next(iter(plain.state.values()))} == {"step", "exp_avg", "exp_avg_sq"}

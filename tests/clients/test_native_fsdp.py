@@ -62,7 +62,7 @@ def _train(rank, world_size, port, ours, folder, options):
 )
 def test_native_fsdp2_equals_torchs(run, tmp_path, options, bound):
     llama().save_pretrained(tmp_path / "model")
-    torchs, ours = (run(_train, each, tmp_path, options) for each in (False, True))
+    torchs, ours = (run(_train, own, tmp_path, options) for own in (False, True))
     assert len({loss for loss, *_ in torchs[0][0]}) == STEPS
     torch.testing.assert_close(ours, torchs, rtol=0, atol=bound)
 

@@ -53,12 +53,12 @@ def test_its_weights_travel_in_four_bits_and_compute_as_a_plain_model_does(rank,
     pairs = qlora.read_pairs()[:8]
     tokenizer = transformers.AutoTokenizer.from_pretrained(qlora.minilm.get_model_path())
     plain, model = qlora.quantised_encoder(weights), qlora.quantised_encoder(weights)
-    matrices = [each for each in plain.encoder.modules() if isinstance(each, nn.Linear)]
+    matrices = [part for part in plain.encoder.modules() if isinstance(part, nn.Linear)]
     assert len(matrices) == MATRICES
-    assert sum(each.in_features * each.out_features for each in matrices) == WEIGHTS
+    assert sum(matrix.in_features * matrix.out_features for matrix in matrices) == WEIGHTS
     for module in (*plain.modules(), *model.modules()):  # bitsandbytes repacks plain weights in evaluation
         module.training = isinstance(module, nn.Linear)
-    of_layers = sum(_nbytes(each) for each in plain.encoder.parameters())
+    of_layers = sum(_nbytes(param) for param in plain.encoder.parameters())
     for layer in model.encoder.layer:
         fully_shard(layer, shared_memory=False)
     local = model.encoder.layer[0].output.dense.weight
@@ -66,14 +66,14 @@ def test_its_weights_travel_in_four_bits_and_compute_as_a_plain_model_does(rank,
     codes = local.to_local() if weights == "bitsandbytes" else local.to_local().quantized_data
     assert codes.numel() == 384 * 1536 // 2 // world_size
     with torch.no_grad(), count_collectives(objects=False) as counted:
-        found = qlora.embed(model, tokenizer, pairs)
-    assert torch.equal(found, qlora.embed(plain, tokenizer, pairs))
+        embedded = qlora.embed(model, tokenizer, pairs)
+    assert torch.equal(embedded, qlora.embed(plain, tokenizer, pairs))
     assert WEIGHTS // 2 < counted["all_gather_into_tensor"].bytes <= 1.01 * of_layers
     assert of_layers < 0.55 * WEIGHTS
 
 
 def _nbytes(param: Any) -> int:
-    """Bytes of what travels: of an NF4 tensor, its three inner tensors that go by rows."""
+    """Returns the bytes that travel: of an NF4 tensor, those of the three inner tensors cut by rows."""
     inner = ("quantized_data", "quantized_scalers", "quantization_factor")
     parts = [getattr(param, name) for name in inner] if hasattr(param, inner[0]) else [param]
     return sum(part.numel() * part.element_size() for part in parts)

@@ -127,6 +127,6 @@ def _measure(rank: int, world_size: int, port: int, ours: bool, front: str) -> l
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_metrics_over_ranks(run, front):
-    torchs, ours = (run(_measure, each, front) for each in (False, True))
+    torchs, ours = (run(_measure, own, front) for own in (False, True))
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)
     assert ours[0] == ours[1] and 0 < ours[0][1]

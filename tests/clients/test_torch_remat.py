@@ -103,6 +103,6 @@ def _train(rank: int, world_size: int, port: int, ours: bool, front: str, around
 @pytest.mark.parametrize("around", [True, False], ids=["around units", "inside of units"])
 @pytest.mark.parametrize("front", ["flat", "orig", "composable"])
 def test_training_with_saved_regions_equals_torchs(run, front, around):
-    torchs, ours = (run(_train, each, front, around) for each in (False, True))
+    torchs, ours = (run(_train, own, front, around) for own in (False, True))
     torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)
     assert all(norm > 0 for _, norm in ours[0])

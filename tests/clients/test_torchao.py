@@ -36,8 +36,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains a sharded model beside a plain one that sees all parts; returns the last step's traffic."""
     optimizers = [
-        torch.optim.AdamW([param for param in each.parameters() if param.requires_grad], lr=1e-2)
-        for each in (model, other)
+        torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
+        for net in (model, other)
     ]
     for step in range(steps):
         batch = torch.randn(world_size, 4, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -146,9 +146,11 @@ def test_frozen_int8_is_gathered_quantised(rank, world_size, granularity):
     for block in plain:
         weights = [tensor for layer in (0, 2) for tensor in inner(block[layer].weight).values()]
         # Rows are padded to 32, inner tensors to 16 bytes on each rank.
-        travels += sum(-(-each.shape[0] // 4) * 4 * each[0].numel() * each.element_size() for each in weights)
+        travels += sum(
+            -(-matrix.shape[0] // 4) * 4 * matrix[0].numel() * matrix.element_size() for matrix in weights
+        )
         travels += len(weights) * 4 * 16 + 4 * sum(
-            each.numel() + 32 for each in block.parameters() if each.ndim == 1
+            param.numel() + 32 for param in block.parameters() if param.ndim == 1
         )
     matrices = BLOCKS * 2 * 30 * WIDTH
     gathered = counted["all_gather_into_tensor"].bytes
@@ -225,7 +227,9 @@ def test_the_wrapper_shards_frozen_weights_as_bytes(rank, world_size, kind, use_
     plain, model, other, unlike = make(0), wrapped(make(0)), wrapped(make(1)), make(1)
     counted = train(model, plain, rank, world_size, 3)
     frozen = [param for param in plain.parameters() if not param.requires_grad]
-    quantised = sum(each.numel() * each.element_size() for param in frozen for each in inner(param).values())
+    quantised = sum(
+        tensor.numel() * tensor.element_size() for param in frozen for tensor in inner(param).values()
+    )
     trained = sum(param.numel() for param in plain.parameters() if param.requires_grad) * 4
     gathered = counted["all_gather_into_tensor"].bytes
     # Backward needs all again; every tensor begins at a multiple of 16 bytes.
@@ -237,7 +241,7 @@ def test_the_wrapper_shards_frozen_weights_as_bytes(rank, world_size, kind, use_
         if not param.requires_grad:
             assert type(state[name]) is type(param.detach())
             pairs = zip(inner(state[name]).values(), inner(param).values())
-            assert all(torch.equal(found, wanted) for found, wanted in pairs), name
+            assert all(torch.equal(value, wanted) for value, wanted in pairs), name
     with pytest.raises(TypeError, match="plain tensors, and '0.*' is of a tensor subclass"):
         checkpoint.export_safetensors(model, tmp_path / "files")
     assert not (tmp_path / "files").exists()

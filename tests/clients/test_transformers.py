@@ -119,8 +119,8 @@ def _loaded(kind, ours, by_ddp):
 
     if kind == "llama":
         return type(llama()).from_pretrained(ours)
-    found, expected = (load_file(each / "adapter_model.safetensors") for each in (ours, by_ddp))
-    assert len(found) == 2 * 3 * 2 and found.keys() == expected.keys()
+    adapters, expected = (load_file(folder / "adapter_model.safetensors") for folder in (ours, by_ddp))
+    assert len(adapters) == 2 * 3 * 2 and adapters.keys() == expected.keys()
     return PeftModel.from_pretrained(llama(), ours)
 
 
@@ -160,8 +160,8 @@ def _generate(rank, world_size, port, kind, front, way):
             with contextlib.ExitStack() as stack:
                 if way in summoned:
                     stack.enter_context(FSDP.summon_full_params(wrapped, recurse=summoned[way]))
-                found = wrapped.generate(**options, synced_gpus=True)
-            results.append((expected.tolist(), found.tolist()))
+                tokens = wrapped.generate(**options, synced_gpus=True)
+            results.append((expected.tolist(), tokens.tolist()))
         return results
 
 
@@ -175,8 +175,8 @@ def _generate(rank, world_size, port, kind, front, way):
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_generate_of_a_sharded_model(run, kind, front, way):
     for results in run(_generate, kind, front, way):
-        for expected, found in results:
-            assert found == expected
+        for expected, tokens in results:
+            assert tokens == expected
 
 
 def _evaluate(model):

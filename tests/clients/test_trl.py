@@ -134,6 +134,6 @@ def test_training_equals_torchs(run, tmp_path, version, kind, variant):
     for ours in (False, True):
         _data(kind).save_to_disk(tmp_path / f"data of {ours}")
     expected = run(_train, False, version, kind, variant, str(tmp_path))
-    found = run(_train, True, version, kind, variant, str(tmp_path))
+    losses = run(_train, True, version, kind, variant, str(tmp_path))
     assert len(expected[0]) == STEPS and all(norm > 0 for _, norm in expected[0])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)

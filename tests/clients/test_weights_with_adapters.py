@@ -72,26 +72,26 @@ def test_active_adapters_are_merged(rank, world_size, front, dtype):
     source = weight_source(model, dtype=dtype)
     expected = {name: value.to(dtype or value.dtype)
                 for name, value in plain.merge_and_unload().named_parameters()}  # fmt: skip
-    found = dict(source)
-    assert [*found] == [*expected] == [each.name for each in source.metadata()]
+    exported = dict(source)
+    assert [*exported] == [*expected] == [meta.name for meta in source.metadata()]
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value.detach(), msg=name)
+        torch.testing.assert_close(exported[name], value.detach(), msg=name)
     joined = dict(weight_source(model, fuse={"both": ("up", "mix")}, dtype=dtype))
-    torch.testing.assert_close(joined["blocks.1.both.bias"][:6], found["blocks.1.up.bias"])
+    torch.testing.assert_close(joined["blocks.1.both.bias"][:6], exported["blocks.1.up.bias"])
 
 
 @ranks(2)
 def test_adapters_that_are_off_are_not_merged_and_apart_all_are_as_they_are(rank, world_size):
     plain, model = models("composable")
     expected = dict(plain.named_parameters())
-    found = dict(weight_source(model, adapters="apart"))
-    assert [*found] == [*expected]
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    exported = dict(weight_source(model, adapters="apart"))
+    assert [*exported] == [*expected]
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
     with model.disable_adapter():
-        found = dict(weight_source(model))
+        exported = dict(weight_source(model))
     base = plain.unload()
-    assert torch.equal(found["blocks.0.up.weight"], base.blocks[0].up.weight)
-    assert found["head.weight"].shape == base.head.weight.shape
+    assert torch.equal(exported["blocks.0.up.weight"], base.blocks[0].up.weight)
+    assert exported["head.weight"].shape == base.head.weight.shape
 
 
 @ranks(2)
@@ -103,9 +103,9 @@ def test_two_adapters_are_both_merged(rank, world_size):
     plain.add_adapter("second", LoraConfig(r=2, lora_alpha=2, target_modules=["up"], init_lora_weights=False))
     plain.base_model.set_adapter(["default", "second"])
     model = shard("orig", copy.deepcopy(plain), ModuleWrapPolicy({Block}))
-    found = dict(weight_source(model))
+    exported = dict(weight_source(model))
     merged = plain.merge_and_unload(adapter_names=["default", "second"])
-    torch.testing.assert_close(found["blocks.1.up.weight"], merged.blocks[1].up.weight.detach())
+    torch.testing.assert_close(exported["blocks.1.up.weight"], merged.blocks[1].up.weight.detach())
 
 
 @pytest.mark.shows("refused: not plain LoRA")

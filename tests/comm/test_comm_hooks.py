@@ -88,24 +88,24 @@ def test_hybrid_strategies_average_over_all_ranks(rank, world_size, library, str
 )
 @ranks(2)
 def test_compressing_hooks_send_half(rank, world_size, library, name, dtype, strategy):
-    """Bit for bit what halving, rounding and summing gives, at half of the bytes."""
+    """They give the bits of halving, rounding and summing, and send half of the bytes."""
     chosen = {"auto_wrap_policy": WRAPPINGS["block"](), "sharding_strategy": ShardingStrategy[strategy]}
     plain, model = twins(Transformer, use_orig_params=True, **chosen)
     _, uncompressed = twins(Transformer, **chosen)
     hooks = MODULES[library]
     model.register_comm_hook(hooks.LowPrecisionState(dist.group.WORLD), getattr(hooks, name))
     travelled = []
-    for each in (uncompressed, model):
+    for net in (uncompressed, model):
         with count_collectives() as traffic:
-            loss_of(each, tokens(rank, 0)).backward()
+            loss_of(net, tokens(rank, 0)).backward()
         reductions = traffic.keys() & {"reduce_scatter_tensor", "all_reduce"}
         travelled.append(sum(traffic[kind].bytes for kind in reductions))
     names, params = zip(*plain.named_parameters())
     assert travelled[0] == 2 * (travelled[1] - 4 * len(names))  # a number tells whether each was used
     local = [torch.autograd.grad(loss_of(plain, tokens(r, 0)), params) for r in range(world_size)]
-    found = full_grads(model)
+    grads = full_grads(model)
     for key, first, second in zip(names, *local):
-        assert torch.equal(found[key], ((first / 2).to(dtype) + (second / 2).to(dtype)).float()), key
+        assert torch.equal(grads[key], ((first / 2).to(dtype) + (second / 2).to(dtype)).float()), key
 
 
 @ranks(4)

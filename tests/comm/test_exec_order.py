@@ -275,7 +275,7 @@ class Skipping:
             self.model: nn.Module = replicate(self.inner)
         else:
             self.model = shard("orig" if form == "hybrid" else form, self.inner, policy, **options)
-        self.optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (self.model, self.plain)]
+        self.optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (self.model, self.plain)]
 
     def loss(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
         x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + rank))
@@ -426,7 +426,7 @@ def test_right_runs_are_silent(rank, world_size, strategy, kind):
 @pytest.mark.parametrize("lacking", ["place", "room"])
 @ranks(2)
 def test_training_goes_on_where_there_is_no_place_for_files(rank, world_size, tmp_path, lacking):
-    """Or too little room: a file that is written short, as on a full file system, is none."""
+    """Also where there is too little room: a file cut short, as on a full file system, does not count."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.ExitStack() as stack, collected_warnings() as texts:
         if lacking == "room":
@@ -498,7 +498,7 @@ def test_a_peer_has_come_if_it_had_before_the_comparison():
 
 
 def test_a_log_has_all_its_memory_at_once(tmp_path):
-    """Lack of it must raise where it is taken: a page that comes with a write ends the process."""
+    """Lack of memory must raise where it is allocated: a page missing at a write kills the process."""
     with mock.patch.object(os, "posix_fallocate", wraps=os.posix_fallocate) as taken:
         log = log_files.open_log(tmp_path / "log", 1, 3)
     spans = [(call.args[1], call.args[1] + call.args[2]) for call in taken.call_args_list]
@@ -522,7 +522,7 @@ def end_one_by_one(rank: int, world_size: int, folder: Path, how: str) -> None:
 
 
 def test_files_stay_until_all_ranks_have_ended(tmp_path):
-    """So the others find that of a dead rank, which goes when they end."""
+    """So the others find the file of a dead rank; it is removed when they end."""
     ways = {"killed": -signal.SIGKILL, "ended": 2}
     cases = [(tmp_path, how) for how in ways]
     for last, ends in zip(ways.values(), run_forks(end_one_by_one, cases, world_size=3)):
@@ -559,7 +559,7 @@ def test_looks_during_a_wait(limit, warns_at, ends_at):
     group = mock.Mock(issued=0, options=mock.Mock(_timeout=timedelta(seconds=limit)))  # and its positions
     group._get_backend.return_value, group.dead_before.return_value = group, []
     group.table.return_value, group.absent_from.return_value = "the table", [3]
-    timed = (mock.patch.object(each, "time", clock) for each in (_watch, _works))
+    timed = (mock.patch.object(module, "time", clock) for module in (_watch, _works))
     with collected_warnings() as texts, next(timed), next(timed):
         pending = _works.Works(_watch.Watch(group, torch.device("cpu"), group), [clock])
         with pytest.raises(RuntimeError, match="the table") as caught:
@@ -597,7 +597,7 @@ def works(*pending: Any) -> _works.Works:
 
 @ranks(1)
 def test_a_work_that_ends_just_after_the_wait_for_it(rank, world_size):
-    """Has arrived, or has failed, which is not waited for again: the first words stay."""
+    """It has arrived, or has failed and is not waited for again: the first error stays."""
     works(Late(fails=False)).wait()
     with pytest.raises(RuntimeError, match="closed by peer"):
         works(Late()).wait()

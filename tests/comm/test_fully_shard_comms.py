@@ -73,10 +73,10 @@ def assert_same_steps(one: nn.Module, other: nn.Module, rank: int, **tolerance: 
         for model in (one, other):
             model.zero_grad()
             loss_of(model, tokens(rank, step)).backward()
-        for found, expected in zip(one.parameters(), other.parameters()):
-            assert (found.grad is None) == (expected.grad is None)
-            if found.grad is not None:
-                torch.testing.assert_close(found.grad.to_local(), expected.grad.to_local(), **tolerance)
+        for param, expected in zip(one.parameters(), other.parameters()):
+            assert (param.grad is None) == (expected.grad is None)
+            if param.grad is not None:
+                torch.testing.assert_close(param.grad.to_local(), expected.grad.to_local(), **tolerance)
 
 
 @ranks(2, 4)
@@ -164,8 +164,8 @@ def test_a_hook_of_reductions_follows_its_unit(rank, world_size):
     twin(torch.ones(2, 4)).sum().backward()
     assert len(hooked) == 3
     twin[0].set_all_reduce_hook(None)
-    for each in (twin, model):
-        each(torch.ones(2, 4)).sum().backward()
+    for trained in (twin, model):
+        trained(torch.ones(2, 4)).sum().backward()
     assert len(hooked) == 4
 
 
@@ -202,8 +202,8 @@ def test_states_tell_units_apart(rank, world_size):
 
 def raises(error: type[Exception], match: str, call: Any) -> None:
     """Checks that a program which catches torch's type or ours gets it."""
-    for each in (error, ValueError):
-        with pytest.raises(each, match=match):
+    for kind in (error, ValueError):
+        with pytest.raises(kind, match=match):
             call()
 
 
@@ -286,7 +286,7 @@ def pools(backend: Backend) -> Iterator[dict[Simulation, Seen]]:
         one = seen.setdefault(here, Seen())
         one.groups.append((what, group.pg_name))
         if what in ("all_gather", "reduce_scatter"):
-            inside = (id(each.untyped_storage()) in pooled for each in tree_leaves((reads, writes)))
+            inside = (id(tensor.untyped_storage()) in pooled for tensor in tree_leaves((reads, writes)))
             one.outside += [] if all(inside) else [what]
         return run(group, what, work, data, reads, writes)
 
@@ -362,7 +362,7 @@ def test_choices_change_no_numbers(choose):
 
 def run_steps(choose: Choose, backend: Backend, together: bool = False, **options: Any) -> Seen:
     """Trains two steps; returns what the first rank's collectives were given in the second."""
-    found: list[Seen] = []
+    all_seen: list[Seen] = []
 
     def program(rank: int, device: Simulation) -> None:
         model = simulated(travel_together_bytes=None if together else 0, **options)
@@ -372,11 +372,11 @@ def run_steps(choose: Choose, backend: Backend, together: bool = False, **option
         seen[device].__init__()  # type: ignore[misc]
         one_step(model, optimizer, rank, 1)
         if rank == 0:
-            found.append(seen[device])
+            all_seen.append(seen[device])
 
     with pools(backend) as seen:
         run_simulated(2, program)
-    return found[0]
+    return all_seen[0]
 
 
 def test_all_that_travels_lies_in_the_groups_memory():

@@ -67,7 +67,7 @@ def test_groups_that_come_and_go_leave_nothing(rank, world_size, front, tmp_path
     dist.broadcast_object_list(told)
     beside = dist.FileStore(str(tmp_path / "store"), world_size)
     dist.destroy_process_group()
-    found, within = [], []
+    opened, within = [], []
     for turn in range(4):
         beside.set(f"{turn}/{rank}", "")  # the former store is gone on all ranks: nobody meets it on the port
         beside.wait([f"{turn}/{other}" for other in range(world_size)])
@@ -87,9 +87,9 @@ def test_groups_that_come_and_go_leave_nothing(rank, world_size, front, tmp_path
         dist.destroy_process_group()
         del model, store
         gc.collect()
-        found.append(open_things())
+        opened.append(open_things())
     # A connection may close a moment after what it belonged to: there may be fewer.
-    assert all(found[-1][what] <= found[1][what] for what in found[1]), found
+    assert all(opened[-1][what] <= opened[1][what] for what in opened[1]), opened
     assert within[-1] == within[2]
 
 
@@ -202,7 +202,7 @@ def test_a_killed_rank_of_a_hybrid_mesh_is_named_as_all_ranks_count(tmp_path):
 
 
 def differ(rank: int, world_size: int, front: str, shared: str, how: str) -> str:
-    """Shapes whose padding makes parts equal, other dtypes of one size, and other ways to communicate."""
+    """Trains ranks with other shapes, dtypes or ways to communicate; returns the error."""
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = shared
     with pytest.raises(RuntimeError) as caught:
         if how in ("FSDP_WRAP_SHARED_MEMORY", "FSDP_WRAP_GLOO"):
@@ -251,7 +251,7 @@ def unlike() -> nn.Module:
 
 
 def begun(front: str, how: str, rank: int) -> nn.Module:
-    """Shards a model of a seed of this rank's own, or of another."""
+    """Shards a model with this rank's own seed, or with one that ranks share."""
     torch.manual_seed({"same seed": 0, "hybrid": rank // 2}.get(how, rank))
     with torch.device("meta" if how == "meta" else "cpu"):
         module = unlike()
@@ -295,9 +295,11 @@ def test_ranks_that_begin_with_other_values_are_told_once(rank, world_size, fron
             model = begun(front, how, rank)
             for _ in range(3):
                 model(torch.ones(2, 6)).sum().backward()
-        told = [str(each.message) for each in caught if "began with other values" in str(each.message)]
+        told = [
+            str(warning.message) for warning in caught if "began with other values" in str(warning.message)
+        ]
         everywhere = gather_objects(told)
-        assert all(len(each) <= 1 for each in everywhere), how
+        assert all(len(lines) <= 1 for lines in everywhere), how
         assert any(everywhere) == (how in DIFFERENT), how
         for other, texts in enumerate(everywhere):
             for text in texts:
@@ -310,7 +312,7 @@ def test_ranks_that_begin_with_other_values_are_told_once(rank, world_size, fron
 
 def test_samples_are_spread_over_a_parameter():
     whole, few = nn.Parameter(torch.arange(40.0).view(8, 5)), nn.Parameter(torch.tensor([3.0, -4.0]))
-    assert [build.sample(each).tolist() for each in (whole, few)] == [[0, 10, 20, 30], [3, -4, 0, 0]]
+    assert [build.sample(param).tolist() for param in (whole, few)] == [[0, 10, 20, 30], [3, -4, 0, 0]]
 
 
 # Stand-ins for a process group, with a rank and a size: a module is wrapped as that rank would wrap it.
@@ -344,9 +346,9 @@ def test_each_rank_alone_holds_the_part_that_it_would_hold_among_others():
     ]
     for rank, wrapped in enumerate(ranks):
         assert (wrapped.rank, wrapped.world_size) == (rank, 3) and wrapped.process_group is places[rank]
-        assert [type(each) for each in (wrapped[0], wrapped[2][0], wrapped[2][1])] == [FSDP] * 3
+        assert [type(module) for module in (wrapped[0], wrapped[2][0], wrapped[2][1])] == [FSDP] * 3
     for name in ("0", "2.0", "2.1"):
-        layer, units = plain.get_submodule(name), [each.module.get_submodule(name) for each in ranks]
+        layer, units = plain.get_submodule(name), [wrapper.module.get_submodule(name) for wrapper in ranks]
         for kind, whole in layer.named_parameters():
             pieces = [unit.get_parameter(f"_fsdp_wrapped_module.{kind}") for unit in units]
             assert torch.equal(torch.cat(pieces), whole.flatten()), (name, kind)  # type: ignore[arg-type]

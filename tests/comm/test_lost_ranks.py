@@ -105,17 +105,19 @@ def run_until(rank, world_size, end, strategy, way, width):
         for _ in range(end.iteration + 1):
             model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
     store().set("told", "")
-    return str(caught.value), str(caught.value.__cause__), [str(each.message) for each in told]
+    return str(caught.value), str(caught.value.__cause__), [str(warning.message) for warning in told]
 
 
 def survivors(world_size, *cases, together=False):
-    """What the ranks were told that neither were killed nor stopped, by case."""
-    found = []
+    """Returns, for each case, what ranks were told that were neither killed nor stopped."""
+    survived = []
     for (end, *_), ends in zip(cases, run_forks(run_until, cases, world_size, together)):
         expected = -signal.SIGKILL if end.act is kill else 0
-        assert [each.exitcode for each in ends] == [expected * (r == end.victim) for r in range(world_size)]
-        found.append([each.value for number, each in enumerate(ends) if number != end.victim])
-    return found
+        assert [outcome.exitcode for outcome in ends] == [
+            expected * (r == end.victim) for r in range(world_size)
+        ]
+        survived.append([outcome.value for number, outcome in enumerate(ends) if number != end.victim])
+    return survived
 
 
 KILLS = [
@@ -152,7 +154,7 @@ def test_stopped_rank():
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_random_kills(world_size):
-    """Half of them amid large messages."""
+    """Half of the kills come amid large messages."""
     cases = []
     for seed in range(6):
         draw = random.Random(10 * world_size + seed)
@@ -197,7 +199,7 @@ def test_a_killed_rank_is_noticed_and_no_file_or_process_is_left(tmp_path, trial
 
 
 def plan_of(trial: int) -> tuple[list[int], tuple[str, int]]:
-    """Who dies in a trial, where, and when: of every few trials, one is without a kill."""
+    """Who dies in a trial, where and when; one of every few trials is without a kill."""
     if trial < len(FIRST):
         return [FIRST[trial][0]], (FIRST[trial][1], 4)
     draw = random.Random(trial)

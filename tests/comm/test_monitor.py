@@ -87,7 +87,7 @@ def run_two(program: Callable[[int, Simulation, Callable[[], object]], Any]) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_simulated(2, body)
-    return [str(each.message) for each in caught if "time limit" in str(each.message)], returned
+    return [str(warning.message) for warning in caught if "time limit" in str(warning.message)], returned
 
 
 def wait_until_late(clock: Clock, device: Simulation) -> None:
@@ -109,7 +109,7 @@ def refused(model: nn.Module, rank: int) -> str:
 
 @either_front
 def test_a_rank_that_does_not_come_is_reported_by_unit(front, caplog, clock):
-    """First in a warning, in which it may still come; then in the log, and by the next collective."""
+    """First in a warning, while it may still come; then in the log, and by the next collective's error."""
 
     def program(rank, device, meet):
         model = warmed_up(rank, device, front)
@@ -222,10 +222,10 @@ def test_training_goes_unnoticed(caplog, clock):
         gc.collect()
         return reference() is None
 
-    before = {each.ident for each in threading.enumerate()}
+    before = {thread.ident for thread in threading.enumerate()}
     assert run_two(program) == ([], [True, True]) and not caplog.text
     gc.collect()
-    until(lambda: {each.ident for each in threading.enumerate()} <= before)
+    until(lambda: {thread.ident for thread in threading.enumerate()} <= before)
 
 
 class Event:
@@ -267,14 +267,14 @@ def test_few_events_are_asked(one):
     made, group, _ = one
     events = [Event(done=number < 700) for number in range(1000)]
     nothing = LogEntry(0, 0, b"", 0, 0)
-    lane = monitor.deque(monitor._Issued(each, 0.0, "gather", group, nothing) for each in events)
+    lane = monitor.deque(monitor._Issued(event, 0.0, "gather", group, nothing) for event in events)
     monitor._drop_done(lane)
     assert len(lane) == 300 and lane[0].event is events[700]
-    assert sum(each.asked for each in events) <= 12
+    assert sum(event.asked for event in events) <= 12
     before = events[700].asked
     monitor._drop_done(lane)
     assert len(lane) == 300 and events[700].asked == before + 1
-    assert sum(each.asked for each in events) <= 13
+    assert sum(event.asked for event in events) <= 13
 
 
 def test_a_thread_that_has_nothing_to_look_after_sleeps(one, monkeypatch):

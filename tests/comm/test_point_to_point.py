@@ -47,7 +47,7 @@ def unset(monkeypatch):
 
 
 def choose(monkeypatch, way):
-    """Chooses the way of what is wrapped next; by size: of a `Transformer`, blocks are large."""
+    """Chooses the way to send for what is wrapped next; "by size", a `Transformer`'s blocks are large."""
     monkeypatch.setattr(_communicators, "_LEAST_EXCHANGED", 16_000)
     monkeypatch.setenv(_communicators._SHARED_MEMORY, "0")
     if way == "by size":
@@ -116,7 +116,7 @@ class DtypesOfSums(TorchDispatchMode):
 
 @ranks(3)
 def test_no_sum_makes_a_copy_that_a_plan_does_not_see(rank, world_size):
-    """Torch widens a narrower addend on the CPU by memory of its own."""
+    """On the CPU torch widens a narrower addend in memory of its own."""
     parts = {peer: torch.full((8,), 1.0 + rank, dtype=torch.bfloat16) for peer in range(world_size)}
     shard = torch.empty(8)
     messages = exchange_reduce(dist.group.WORLD, rank, shard, parts)
@@ -142,7 +142,7 @@ def test_all_dtypes_and_several_at_once(rank, world_size):
     for numel in (1, 77, 5000):
         for dtype in FLOATS:
             value, result = (100 * torch.randn(numel * world_size)).to(dtype), ours.empty(numel, dtype)
-            of_all = torch.stack([ours.own_part(each) for each in gather_objects(value)]).double()
+            of_all = torch.stack([ours.own_part(gathered) for gathered in gather_objects(value)]).double()
             ours.reduce_scatter([result], [value]).wait()
             wanted = of_all.sum(0)
             if world_size == 2:
@@ -189,7 +189,7 @@ def test_small_tensors_are_reduced_at_once(rank, world_size):
 @pytest.mark.parametrize("numel", [3000, 3 << 20])
 @ranks(3)
 def test_copies_are_freed_when_they_have_travelled(rank, world_size, numel):
-    """Whoever else still holds them, as gloo's threads do: so the peak of a step does not vary."""
+    """Even while gloo's threads still hold them, so that the peak of a step does not vary."""
     ours, full, shard = over_gloo(), torch.ones(numel), torch.ones(numel // 3)
     copies: list[torch.Tensor] = []
     repeat, empty_like, new_empty = torch.Tensor.repeat, torch.empty_like, torch.Tensor.new_empty
@@ -208,11 +208,11 @@ def test_copies_are_freed_when_they_have_travelled(rank, world_size, numel):
     ):
         pending = [ours.all_gather([full], lambda: None), ours.reduce_scatter([shard], [full])]
         pending.append(ours.all_reduce([torch.ones(100)]))
-        assert [each.untyped_storage().nbytes() > 0 for each in copies] == [True] * len(copies)
-        for each in pending:
-            each.wait()
+        assert [tensor.untyped_storage().nbytes() > 0 for tensor in copies] == [True] * len(copies)
+        for work in pending:
+            work.wait()
     assert len(copies) == (4 if numel == 3000 else 3)
-    assert [each.untyped_storage().nbytes() for each in copies] == [0] * len(copies)
+    assert [tensor.untyped_storage().nbytes() for tensor in copies] == [0] * len(copies)
     assert torch.equal(shard, torch.full((numel // 3,), 3.0)) and torch.equal(full, torch.ones(numel))
 
 
@@ -247,22 +247,22 @@ def test_who_has_issued_need_not_wait_for_others(rank, world_size):
 @ranks(4)
 def test_subgroups_and_sums_that_are_the_same_every_time(rank, world_size):
     """Copies of two ranks each: the same bits as by gloo's own collectives, which run beside the messages."""
-    found, again = [], []
+    once, again = [], []
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     for way in ("plain", "by size", "exchange"):
         with pytest.MonkeyPatch.context() as patch:
             choose(patch, way)
-            found.append(trained(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD))
+            once.append(trained(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD))
             again += [trained(rank) for _ in range(2 * (way == "exchange"))]
-    assert again[0][0] == pytest.approx(found[0][0], rel=1e-4)
-    for one, other in (found[:2], found[::2], again):
+    assert again[0][0] == pytest.approx(once[0][0], rel=1e-4)
+    for one, other in (once[:2], once[::2], again):
         assert one[0] == other[0]
         assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
 @ranks(2)
 def test_messages_of_the_user_are_not_taken(rank, world_size):
-    """Their own, on the same group, are issued in between, in another order on each rank."""
+    """The user's own come in between, on the same group, in another order on each rank."""
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, "exchange")
         ours = over_gloo()
@@ -345,7 +345,7 @@ def test_messages_of_a_dead_rank_are_given_up_and_stay_so():
 
 
 class Branches(nn.ModuleList):
-    """Units which run on all ranks, and of which the loss takes what it is told."""
+    """Units that all ranks run; the loss takes those outputs that it is told."""
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
         outputs = [branch(x).square().sum() for branch in self]
@@ -383,6 +383,6 @@ def test_ranks_that_accumulate_in_different_units_send_one_dtype(rank, world_siz
     expected = copy.deepcopy(plain).bfloat16()
     for used in ([0], [1], [0, 1], [0, 1]):  # by all ranks
         expected(x.bfloat16(), used).backward()
-    found = full_grads(model)
+    grads = full_grads(model)
     for name, param in expected.named_parameters():
-        torch.testing.assert_close(found[name], param.grad.float() / world_size, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(grads[name], param.grad.float() / world_size, rtol=0.02, atol=0.02)

@@ -68,9 +68,9 @@ def client(tmp_path, monkeypatch):
 def test_verdicts(client):
     before = torch.distributed.fsdp.FullyShardedDataParallel
     findings = check([client], functools.partial(compat.install, fully_shard=True))
-    assert {each.name: each.verdict for each in findings} == VERDICTS
-    assert {each.package for each in findings} == {client} and client not in sys.modules
-    reasons = {each.name.rpartition(".")[2]: each.reason for each in findings}
+    assert {finding.name: finding.verdict for finding in findings} == VERDICTS
+    assert {finding.package for finding in findings} == {client} and client not in sys.modules
+    reasons = {finding.name.rpartition(".")[2]: finding.reason for finding in findings}
     assert reasons["of_tomorrow"] == f"of version {torch.__version__}"
     assert reasons["FlatParamHandle"] == "it belongs to torch's own runtime"
     assert reasons["FSDPParam"] == "our units pass for instances" and not reasons["fully_shard"]
@@ -102,7 +102,7 @@ def test_all_installed_packages_where_none_is_named(client, monkeypatch):
     installed = {client: [client], "torch": ["torch"], "no-name": ["x"], "nowhere_to_be_found": ["y"]}
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: installed)
     findings = check([], functools.partial(compat.install, fully_shard=True))
-    assert {each.package for each in findings} == {client}
+    assert {finding.package for finding in findings} == {client}
 
 
 EARLY = """
@@ -147,7 +147,7 @@ PROGRAM = """
             warnings.simplefilter("always")
             compat.install(**options)
             compat.uninstall()
-        return [(str(each.message), each.filename) for each in caught]
+        return [(str(warning.message), warning.filename) for warning in caught]
 
     for message, filename in (*told(), *told(fully_shard=True)):
         print(message, filename == __file__)

@@ -45,7 +45,7 @@ def _names(prefix: str) -> dict[tuple[str, str], object]:
 
 
 def test_every_name_of_torchs_wrapper_is_ours():
-    """Or torch's is ours as well."""
+    """All but those of torch's `fully_shard`, and those that we take from torch."""
     assert compat.missing() == set()
     others = {*torch_fsdp._fully_shard.__all__, *fsdp_wrap.api.__all__}
     assert set(torch_fsdp.__all__) - compat.replacements().keys() == others & set(torch_fsdp.__all__)

@@ -51,8 +51,8 @@ def clean() -> Iterator[None]:
 
 def _held_by_torch() -> dict[tuple[str, str], object]:
     modules = {name: module for name, module in sys.modules.items() if name.startswith("torch.distributed")}
-    found = {name: vars(module) for name, module in modules.items() if isinstance(module, ModuleType)}
-    return {(name, key): value for name, held in found.items() for key, value in held.items()}
+    namespaces = {name: vars(module) for name, module in modules.items() if isinstance(module, ModuleType)}
+    return {(name, key): value for name, held in namespaces.items() for key, value in held.items()}
 
 
 def test_names_resolve_to_ours_and_back(clean):
@@ -114,7 +114,7 @@ def test_programs_that_name_torchs_replicate_get_ours(rank, world_size):
         assert isinstance(state, _fsdp_state.FSDPState) and state == model._get_fsdp_state()
         assert type(replicating.replicate.state(theirs)) is replicating._ReplicateState
         state._lazy_init()
-        groups = [each._fsdp_param_group for each in state._state_ctx.all_states]
+        groups = [unit_state._fsdp_param_group for unit_state in state._state_ctx.all_states]
         for group in groups:
             info = group.mesh_info
             assert type(info).__name__ == "DDPMeshInfo" and info.mesh.mesh_dim_names == ("replicate",)
@@ -143,7 +143,7 @@ def test_programs_read_the_state_by_torchs_names(rank, world_size):
     with compat.install(fully_shard=True):
         policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
         model = _sharded(mp_policy=policy, offload_policy=None)  # which torch takes for "no offload"
-        asked, own = (each._get_fsdp_state()._mp_policy for each in (model.blocks[0], model))
+        asked, own = (module._get_fsdp_state()._mp_policy for module in (model.blocks[0], model))
         assert (asked.param_dtype, asked.output_dtype) == (torch.bfloat16, torch.float32)
         assert (own.param_dtype, own.output_dtype) == (torch.float32, None) and asked.cast_forward_inputs
         state = model._get_fsdp_state()
@@ -160,11 +160,14 @@ def test_programs_read_the_state_by_torchs_names(rank, world_size):
         assert state._is_root is None and state._modules == (model,)
         state._lazy_init()
         states = state._state_ctx.all_states
-        assert [each._modules for each in states] == [(model,), *((block,) for block in model.blocks)]
-        assert [each._is_root for each in states] == [True, False, False, False]
-        groups = [each._fsdp_param_group for each in states]
+        assert [unit_state._modules for unit_state in states] == [
+            (model,),
+            *((block,) for block in model.blocks),
+        ]
+        assert [unit_state._is_root for unit_state in states] == [True, False, False, False]
+        groups = [unit_state._fsdp_param_group for unit_state in states]
         assert all(isinstance(group, _fsdp_param_group.FSDPParamGroup) for group in groups)
-        assert [each._fsdp_param_groups for each in states] == [[group] for group in groups]
+        assert [unit_state._fsdp_param_groups for unit_state in states] == [[group] for group in groups]
         params = [param for group in groups for param in group.fsdp_params]
         names = {id(param): name for name, param in model.named_parameters()}
         assert {param._param_fqn: id(param.sharded_param) for param in params} == {
@@ -180,7 +183,9 @@ def test_programs_read_the_state_by_torchs_names(rank, world_size):
         block = model.blocks[0]
         del model, state, states, groups, params, param, names, info
         gc.collect()  # a part answers for its tree when the root has gone
-        assert [each._modules for each in block._get_fsdp_state()._state_ctx.all_states] == [(block,)]
+        assert [unit_state._modules for unit_state in block._get_fsdp_state()._state_ctx.all_states] == [
+            (block,)
+        ]
 
 
 @ranks(2)
@@ -193,7 +198,7 @@ def test_parameters_on_several_meshes_are_groups_of_one_state(rank, world_size):
     with compat.install(fully_shard=True):
         state = private.fully_shard.state(model)
         state._lazy_init()
-        names = [[each._param_fqn for each in group.fsdp_params] for group in state._fsdp_param_groups]
+        names = [[param._param_fqn for param in group.fsdp_params] for group in state._fsdp_param_groups]
         assert names == [["weight"], ["bias"]]
         assert state._fsdp_param_groups[1].mesh_info.mesh == mesh and state._fsdp_param_groups[1]._is_hsdp
         assert state._state_ctx.all_states == [state]
@@ -294,12 +299,12 @@ def test_backwards_ended_by_the_state(rank, world_size):
             for step in steps:
                 loss_of(model, tokens(rank, step)).backward()
         state = torch_fsdp.fully_shard.state(model)
-        for each in state._state_ctx.all_states:
-            each._fsdp_param_group.post_backward()
+        for unit_state in state._state_ctx.all_states:
+            unit_state._fsdp_param_group.post_backward()
         state._root_post_backward_final_callback()
         large_batch_backward(plain, (0, 1))
         assert_close_grads(model, plain, rtol=1.3e-6, atol=1e-5)
-        assert all(each._fsdp_param_group.is_sharded for each in state._state_ctx.all_states)
+        assert all(unit_state._fsdp_param_group.is_sharded for unit_state in state._state_ctx.all_states)
 
 
 def test_a_program_from_the_command_line(tmp_path, monkeypatch, capsys, clean):

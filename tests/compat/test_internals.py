@@ -34,7 +34,7 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def wrapped(library: Any, module: nn.Module, use_orig_params: bool, **options: Any) -> Any:
-    """By either library, every block and the whole."""
+    """Wraps every block and the whole, by either library."""
     if "sharding_strategy" in options:
         options["sharding_strategy"] = library.ShardingStrategy[options["sharding_strategy"].name]
     options |= {"auto_wrap_policy": library.wrap.ModuleWrapPolicy({Block})} | _on_cpu(library)
@@ -88,12 +88,12 @@ def test_walks_find_our_wrappers_and_torchs(rank, world_size):
         states, modules = _traversal_utils._get_fsdp_states_with_modules(ours)
         assert states == modules == FSDP.fsdp_modules(ours) and len(states) == 3
         handles = _traversal_utils._get_fsdp_handles(both)
-        assert [handle.flat_param for handle in handles[:3]] == [each.params[0] for each in states]
-        assert handles[3:] == [each._handle for each in of_torch]
+        assert [handle.flat_param for handle in handles[:3]] == [state.params[0] for state in states]
+        assert handles[3:] == [wrapper._handle for wrapper in of_torch]
         assert imported_before(ours[1]) is ours[1] and imported_before(ours[1].module) is None
         assert imported_before(theirs) is theirs
         assert _runtime_utils._get_fsdp_root_states(both) == [ours, theirs]
-        assert [each._is_root for each in states] == [True, False, False]
+        assert [state._is_root for state in states] == [True, False, False]
         with pytest.raises(TypeError, match="takes the _handle of a wrapper"):
             _runtime_utils._reshard(ours, ours._unit.buffers, True)
 
@@ -135,7 +135,7 @@ def averages_by_handles(library: Any, rank: int, use_orig_params: bool) -> dict[
     """As Bagel and LLaMA2-Accessory do it: two models' handles side by side."""
     model = trained(library, rank, use_orig_params)
     average = wrapped(library, net(1), use_orig_params)
-    pairs = [_traversal_utils._get_fsdp_handles(each) for each in (average, model)]
+    pairs = [_traversal_utils._get_fsdp_handles(net) for net in (average, model)]
     assert len(pairs[0]) == len(pairs[1]) == 3
     for old, new in zip(*pairs):
         assert old.flat_param.shape == new.flat_param.shape
@@ -186,7 +186,7 @@ def makes_roots_before_the_first_forward(
     assert model._is_root is None
     _runtime_utils._lazy_init(model, model)
     _runtime_utils._lazy_init(model, model)
-    assert [each._is_root for each in type(model).fsdp_modules(model)] == [True, False, False]
+    assert [wrapper._is_root for wrapper in type(model).fsdp_modules(model)] == [True, False, False]
     assert _runtime_utils._root_pre_forward(model, model, [], {}) in ([], ([], {}), ((), {}))
     (batch,), _ = _runtime_utils._root_pre_forward(model, model, (torch.ones(2, WIDTH),), {})
     (same,), _ = _runtime_utils._root_pre_forward(model[1], model[1], (torch.ones(2),), {})
@@ -281,7 +281,7 @@ def test_summoning_a_part_first(rank, world_size):
             module._is_root = False
         assert not module._is_root
     train(model, rank, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert [each._is_root for each in FSDP.fsdp_modules(model)] == [True, False, False]
+    assert [wrapper._is_root for wrapper in FSDP.fsdp_modules(model)] == [True, False, False]
     with pytest.raises(RuntimeError, match="unit '1' is no root, since another instance encloses it"):
         model[1]._is_root = True
     before = full(model)
@@ -297,7 +297,7 @@ def test_summoning_a_part_first(rank, world_size):
 
 def _pieces(flat: Any) -> dict[str, torch.Tensor]:
     """What a rank holds of each parameter, cut from the shard as Distributed Shampoo does it."""
-    found = {}
+    pieces = {}
     for fqn, numel, info in zip(flat._fqns, flat._numels, flat._shard_param_infos):
         in_shard, offset, length, first, last = info
         assert (info.in_shard, info.offset_in_shard) == (in_shard, offset)
@@ -305,8 +305,8 @@ def _pieces(flat: Any) -> dict[str, torch.Tensor]:
         if in_shard:
             assert last - first + 1 == length == info.numel_in_shard
             whole[first : last + 1] = flat.data[offset : offset + length]
-        found[fqn] = whole
-    return found
+        pieces[fqn] = whole
+    return pieces
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def test_where_parameters_lie_in_the_shard(rank, world_size, use_orig_params, st
             seen[prefix + fqn] = held.int()
         if use_orig_params:
             sizes = [info.numel_in_shard or 0 for info in flat._shard_param_infos]
-            assert [each.numel() for each in flat._params] == sizes
-            assert {id(each) for each in flat._params} <= {id(each) for each in model.parameters()}
+            assert [param.numel() for param in flat._params] == sizes
+            assert {id(param) for param in flat._params} <= {id(param) for param in model.parameters()}
     for name, held in seen.items():
         dist.all_reduce(held)
         assert held.eq(world_size if strategy == "NO_SHARD" else 1).all(), name
@@ -346,18 +346,18 @@ def test_named_tuples_equal_those_of_torch(rank, world_size, use_orig_params):
             self.c.weight = self.a.weight
 
     def described(info: Any) -> tuple[Any, ...]:
-        return tuple(type(each).__name__ if isinstance(each, nn.Module) else each for each in info)
+        return tuple(type(value).__name__ if isinstance(value, nn.Module) else value for value in info)
 
-    found = []
+    rows_of_both = []
     for library in LIBRARIES:
         model = library.FullyShardedDataParallel(Tied(), use_orig_params=use_orig_params, **_on_cpu(library))
         _runtime_utils._lazy_init(model, model) if library is torch_fsdp else None
         flat = model._flat_param
         rows: list[Any] = [flat._shard_param_infos, flat._numels, [*flat._fqns], [*flat._shapes]]
         rows += [tuple(map(described, flat._param_infos))]
-        rows += [None if flat._params is None else [each.shape for each in flat._params]]
-        found.append(rows)
-    for ours, theirs in zip(*found):
+        rows += [None if flat._params is None else [param.shape for param in flat._params]]
+        rows_of_both.append(rows)
+    for ours, theirs in zip(*rows_of_both):
         assert ours == theirs
     assert isinstance(model._flat_param, _flat_param.FlatParameter)
 
@@ -391,7 +391,7 @@ class Spy(nn.Linear):
 @ranks(2)
 def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_params, dtype, strategy):
     """The full values in the dtype of the computation, as torch has them; the shard before and after."""
-    found = []
+    looks_of_both = []
     for library in LIBRARIES:
         policy = library.MixedPrecision(param_dtype=dtype)
         spy = Spy(WIDTH, 4)
@@ -413,13 +413,13 @@ def test_flat_parameters_while_their_unit_computes(rank, world_size, use_orig_pa
             flat = model._flat_param
             size = 0 if strategy == "NO_SHARD" else flat._full_param_padded.untyped_storage().size()
             looks.append((flat.dtype, size, model.training_state.name))
-        found.append((spy.seen, looks))
+        looks_of_both.append((spy.seen, looks))
     ours: Any
     theirs: Any
-    ours, theirs = found
+    ours, theirs = looks_of_both
     if strategy == "NO_SHARD":  # torch computes with the low-precision shard, ours with a buffer
         ours, theirs = (
-            [each[:2] + each[3:] for each in seen if isinstance(each, tuple)] for seen, _ in found
+            [look[:2] + look[3:] for look in seen if isinstance(look, tuple)] for seen, _ in looks_of_both
         )
     assert ours == theirs
 
@@ -473,7 +473,7 @@ def test_the_gradient_of_the_flat_parameter_behind_slices(rank, world_size):
             held[0].grad = held[0].grad * 3
         if change == "dropped":
             held[-1].grad = None
-        pieces = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in held]
+        pieces = [torch.zeros_like(own) if own.grad is None else own.grad.clone() for own in held]
         grad = flat.grad
         assert grad.shape == flat.shape and grad.square().sum().isclose(
             sum(piece.square().sum() for piece in pieces)

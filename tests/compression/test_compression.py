@@ -41,8 +41,8 @@ def through(codec: Any, values: torch.Tensor) -> torch.Tensor:
     codec.encode(values, again)
     assert torch.equal(encoded, again)
     result = torch.full_like(values, 7)
-    for target, found in codec.decoded(encoded, result):
-        target.copy_(found)
+    for target, value in codec.decoded(encoded, result):
+        target.copy_(value)
     return result
 
 
@@ -71,9 +71,9 @@ def test_blocks_come_back_within_half_of_their_scale(name, dtype):
 
 def assert_within_half_a_scale(name: str, numel: int, dtype: torch.dtype) -> None:
     values, codec = samples(numel, dtype), CODECS[name]
-    found = through(codec, values)
+    decoded = through(codec, values)
     wide = torch.promote_types(dtype, torch.float32)
-    for block, result in zip(values.split(128), found.split(128)):
+    for block, result in zip(values.split(128), decoded.split(128)):
         scale = block.abs().max().to(torch.float64) / LEVELS[name]
         error = (result.to(torch.float64) - block.to(torch.float64)).abs()
         rounding = torch.finfo(dtype).eps * block.abs().max() + 2 * torch.finfo(wide).tiny
@@ -96,9 +96,9 @@ def test_what_is_not_finite_is_not_hidden_and_a_tail_stays_exact(dtype):
             assert [bool(block.any()) for block in finite.split(128)] == [True, False, False, True, False]
             assert finite[:128].all() and finite[3 * 128 : 4 * 128].all()
     values = torch.cat([torch.randn(1000) * 1e4, torch.tensor([0.0, 1.25, 3.0])]).to(dtype)
-    found = through(ExactTail(CODECS["int4"], 3), values)
-    assert torch.equal(found[-3:], values[-3:]) and not torch.equal(found, values)
-    assert torch.equal(found[:-3], through(CODECS["int4"], values[:-3]))
+    decoded = through(ExactTail(CODECS["int4"], 3), values)
+    assert torch.equal(decoded[-3:], values[-3:]) and not torch.equal(decoded, values)
+    assert torch.equal(decoded[:-3], through(CODECS["int4"], values[:-3]))
 
 
 @pytest.mark.slow
@@ -109,8 +109,8 @@ def test_little_memory_beside_the_bytes(name):
         values = torch.randn(1 << 22)
         encoded = torch.empty(codec.nbytes(values.numel(), values.dtype), dtype=torch.uint8)
         codec.encode(values, encoded)
-        for target, found in codec.decoded(encoded, values):
-            target.copy_(found)
+        for target, value in codec.decoded(encoded, values):
+            target.copy_(value)
     assert peak.value < values.nbytes + encoded.nbytes + values.nbytes / 10
 
 
@@ -185,13 +185,13 @@ def test_a_step_equals_rounding_by_hand(rank, world_size, front):
             for owner in range(world_size)
         ]
     )
-    found = full_grads(model)
-    torch.testing.assert_close(by_hand([found[name] for name in names]), expected, rtol=1e-5, atol=1e-6)
+    own = full_grads(model)
+    torch.testing.assert_close(by_hand([own[name] for name in names]), expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(expected, sum(by_rank))  # type: ignore[arg-type]
 
     flags = len(names) if front == "composable" else 0
     sent = nbytes(rows.shape[1], 68) + -(-4 * flags // 8) * 8
-    assert {name: each.bytes for name, each in traffic.items()} == {
+    assert {name: count.bytes for name, count in traffic.items()} == {
         "all_gather_into_tensor": world_size * nbytes(rows.shape[1] + flags, 132),
         "all_to_all_single": world_size * sent,
         **({} if flags else {"all_reduce": 4 * len(names)}),  # who has used what, behind the chunks otherwise
@@ -214,7 +214,7 @@ def transformer(checkpoints: bool = False, width: int = 64) -> nn.Module:
 
 
 def train(model: nn.Module, rank: int, accumulates: bool = False, steps: int = 10) -> list[float]:
-    """Trains; the losses over the ranks."""
+    """Trains; returns the losses, averaged over the ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = torch.zeros(steps)
     for step in range(steps):
@@ -240,7 +240,7 @@ def trained_both_ways(rank: int, make: Any, chosen: Any = ZERO_PP, **how: Any) -
             losses.append(train(model, rank, **how))
         traffics.append(traffic)
         sums = gather_objects([value.double().sum().item() for value in full_state(model).values()])
-        assert all(each == sums[0] for each in sums)
+        assert all(total == sums[0] for total in sums)
     return losses, traffics
 
 
@@ -274,7 +274,7 @@ def test_training_drifts_little(
         monkeypatch.setenv("FSDP_WRAP_GLOO", gloo)
     make = lambda: shard(front, transformer(checkpoints), WRAPPINGS["block"](), **options)  # noqa: E731
     losses, traffics = trained_both_ways(rank, make, chosen, accumulates=accumulates)
-    moved = [sum(each.bytes for name, each in one.items() if name != "all_reduce") for one in traffics]
+    moved = [sum(count.bytes for name, count in one.items() if name != "all_reduce") for one in traffics]
     assert 0.9 * most < moved[0] / moved[1] <= most
     assert losses[0][-1] < 0.8 * losses[0][0]
     assert_drifted_little(losses)
@@ -300,7 +300,7 @@ def test_what_no_other_rank_shares_and_small_shards_stay_exact(rank, world_size,
 
 
 class Branches(nn.Module):
-    """Uses one of three parameters, beside one of numbers that are not to be rounded."""
+    """Uses one of three layers, beside a table of integers that must not be rounded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,8 +323,8 @@ def test_ranks_agree_on_unused_parameters_beside_large_gradients(rank, world_siz
     (scale * model(torch.ones(1, 70), "left" if rank == 0 else "right").sum()).backward()
     assert model.neither.weight.grad is None and model.table.grad is None
     for layer, share in ((model.left, 1), (model.right, world_size - 1)):
-        found = layer.weight.grad.full_tensor()
-        torch.testing.assert_close(found, torch.full_like(found, scale * share / world_size))
+        grad = layer.weight.grad.full_tensor()
+        torch.testing.assert_close(grad, torch.full_like(grad, scale * share / world_size))
 
 
 @either_front

@@ -135,7 +135,7 @@ OF_THE_WHOLE = [
 ALONE = """
 import sys
 
-sys.meta_path[:] = [each for each in sys.meta_path if "__editable__" not in getattr(each, "__module__", "")]
+sys.meta_path[:] = [hook for hook in sys.meta_path if "__editable__" not in getattr(hook, "__module__", "")]
 """
 """Without it an installation of the repository would give back what was deleted from the copy."""
 
@@ -146,8 +146,8 @@ def without(add_ons: list[AddOn], root: Path) -> dict[str, str]:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
     (root / "sitecustomize.py").write_text(ALONE)
-    files = {pattern for each in add_ons for pattern in each.files}
-    tests = {pattern for each in add_ons for pattern in each.tests}
+    files = {pattern for add_on in add_ons for pattern in add_on.files}
+    tests = {pattern for add_on in add_ons for pattern in add_on.tests}
     for folder, patterns in (("fsdp_wrap", files), ("tests", {*tests, *OF_THE_WHOLE})):
         for pattern in patterns:
             assert (ROOT / folder / pattern).exists(), f"{pattern} is not in {folder}"
@@ -162,9 +162,9 @@ from importlib import import_module
 
 import fsdp_wrap
 
-for found in pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap."):
-    if not found.name.endswith("__main__"):
-        import_module(found.name)
+for info in pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap."):
+    if not info.name.endswith("__main__"):
+        import_module(info.name)
 """
 
 

@@ -55,7 +55,7 @@ def test_what_torch_does_not_have_is_by_keyword_only():
 
 
 def test_infos_of_meshes_equal_those_of_torch():
-    """Which torch has, but does not export."""
+    """Torch has these classes, but does not export them."""
     common = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
     names = ("DataParallelMeshInfo", "DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult")
     for name in names:
@@ -63,10 +63,10 @@ def test_infos_of_meshes_equal_those_of_torch():
             theirs, ours = (
                 [
                     (field.name, field.default)
-                    for field in dataclasses.fields(getattr(each, name))
+                    for field in dataclasses.fields(getattr(module, name))
                     if field.init
                 ]
-                for each in (common, api)
+                for module in (common, api)
             )
             assert ours[: len(theirs)] == theirs
             assert len(theirs) == 2 if name == "ShardPlacementResult" else len(theirs) in (3, 5)
@@ -104,8 +104,8 @@ def compare(theirs: Any, ours: Any) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 def test_differences_are_found(monkeypatch):
-    rows, found = compare(Theirs, Other)
-    assert found == [
+    rows, differences = compare(Theirs, Other)
+    assert differences == [
         "Name(second) (here `'b'`)",
         "Name.size (here `a method`)",
         "Name.step(count) (here `1`)",
@@ -116,13 +116,15 @@ def test_differences_are_found(monkeypatch):
     assert compare(Theirs, None)[1] == ["Name (missing)"] and compare(Theirs, Theirs)[1] == []
     other = Enum("Colour", {"RED": 2, "BLUE": 3})  # type: ignore[misc]
     assert compare(Colour, other)[1] == ["Name.RED (here `2`)"]
-    wide, narrow = (dataclasses.make_dataclass("Config", [("wide", bool, each)]) for each in (False, True))
+    wide, narrow = (
+        dataclasses.make_dataclass("Config", [("wide", bool, default)]) for default in (False, True)
+    )
     assert compare(wide, narrow)[1] == ["Name(wide) (here `True`)"]
 
     monkeypatch.setitem(api_table.REASONS, "Name.step(closure)", "it has none")
     monkeypatch.setitem(api_table.NOTES, "Name(first)", "another meaning since 2.3")
-    rows, found = compare(Theirs, Other)
-    assert len(found) == 3
+    rows, differences = compare(Theirs, Other)
+    assert len(differences) == 3
     assert ("Name.step", "closure", "by keyword, None", "missing: it has none") in rows
     assert ("Name", "first", "required", "same: another meaning since 2.3") in rows
     assert api_table.build()[1] == ["needless: Name.step(closure)", "needless: Name(first)"]
@@ -185,7 +187,7 @@ def test_one_mistake_is_told_by_one_place():
         if text.told and len(text.says.replace(messages.CASE, "").split()) > 4:
             places[text.says].add((text.file, text.place))
     assert len(places) > 250
-    twice = {says: found for says, found in places.items() if len(found) > 1}
+    twice = {says: where for says, where in places.items() if len(where) > 1}
     assert not twice, "let both raise what one function returns"
 
 
@@ -196,9 +198,9 @@ NOW = ["p.same(a=1)", "p.K.other(a, *, b)", "p.K.value = 2", "p.come"]
 
 
 def test_record_is_up_to_date():
-    recorded, found = public_api.read(public_api.NOW), public_api.lines_of(fsdp_wrap)
-    differ = "\n".join(sorted(set(recorded) ^ set(found)))
-    assert recorded == found, f"run python docs/public_api.py, and add a line to CHANGELOG.md:\n{differ}"
+    recorded, current = public_api.read(public_api.NOW), public_api.lines_of(fsdp_wrap)
+    differ = "\n".join(sorted(set(recorded) ^ set(current)))
+    assert recorded == current, f"run python docs/public_api.py, and add a line to CHANGELOG.md:\n{differ}"
 
 
 def test_changelog_tells_every_change_since_the_last_release():

@@ -81,8 +81,8 @@ def exports(module: str | None) -> set[str]:
     """What a folder's `__init__` takes from its files, under the names that it gives them."""
     if module not in MODULES:
         return set()
-    found = (node for node in parse(MODULES[module]).body if isinstance(node, ast.ImportFrom))
-    return {alias.asname or alias.name for node in found for alias in node.names}
+    imports = (node for node in parse(MODULES[module]).body if isinstance(node, ast.ImportFrom))
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 @cache
@@ -163,7 +163,9 @@ def test_names_with_an_underscore_stay_in_their_file():
     for module, path in MODULES.items():
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_wrap"):
-                private = {each.name for each in node.names if each.name[0] == "_" and each.name[1] != "_"}
+                private = {
+                    alias.name for alias in node.names if alias.name[0] == "_" and alias.name[1] != "_"
+                }
                 files = {name for name in private if f"{node.module}.{name}" in MODULES}
                 assert private == files, f"{module} takes what {node.module} keeps to itself"
 
@@ -175,7 +177,7 @@ def test_the_composable_api_never_imports_the_wrapper():
 
 def test_the_package_only_re_exports():
     tree = parse(PACKAGE / "__init__.py")
-    late = {node for each in ast.walk(tree) if is_type_checking(each) for node in ast.walk(each)}
+    late = {node for block in ast.walk(tree) if is_type_checking(block) for node in ast.walk(block)}
     of_folders = {alias.name for node in late if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert set(fsdp_wrap.__all__) <= exports("fsdp_wrap") | of_folders
     assert all(getattr(fsdp_wrap, name).__name__.split(".")[-1] == name for name in of_folders)
@@ -256,12 +258,12 @@ def test_only_communicators_move_parameters_and_gradients():
 def layouts() -> set[str]:
     """Classes that say how one front-end shards: where parameters lie, and what optimizers see."""
     classes = [node for path in FILES for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
-    bases = {each.name: {ast.unparse(base) for base in each.bases} for each in classes}
-    found, before = {"Layout", "ShardedParams"}, 0
-    while len(found) > before:
-        before = len(found)
-        found |= {name for name, named in bases.items() if found & named}
-    return found
+    bases = {node.name: {ast.unparse(base) for base in node.bases} for node in classes}
+    names, before = {"Layout", "ShardedParams"}, 0
+    while len(names) > before:
+        before = len(names)
+        names |= {name for name, named in bases.items() if names & named}
+    return names
 
 
 def test_nobody_asks_which_layout_it_is():
@@ -276,5 +278,5 @@ def test_nobody_asks_which_layout_it_is():
 
 def test_there_is_one_way_to_warn():
     """It finds the program's line; a fixed number of frames is wrong once a function is put in between."""
-    found = [path for path in FILES if re.search(r"\bwarnings\.warn\(|stacklevel", path.read_text())]
-    assert found == [PACKAGE / "_core" / "errors.py"]
+    places = [path for path in FILES if re.search(r"\bwarnings\.warn\(|stacklevel", path.read_text())]
+    assert places == [PACKAGE / "_core" / "errors.py"]

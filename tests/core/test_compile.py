@@ -31,7 +31,7 @@ def ranks_of_its_own() -> Iterator[None]:
 
 
 class Unrolled(Transformer):
-    """A transformer without a loop: dynamo gives a frame up that breaks inside of one."""
+    """A transformer without a loop: dynamo gives up a frame whose graph breaks inside of one."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](self.embed(tokens)) * 2.0
@@ -87,14 +87,14 @@ def _check_against_eager(way: str, backend: str, rank: int, **options) -> None:
     plain = Unrolled().double()  # in fp32 AdamW makes rounding errors of small gradients large
     model, called = _prepared(way, copy.deepcopy(plain), backend, **options)
     ddp = DDP(plain)
-    optimizer, reference = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, ddp))
+    optimizer, reference = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (model, ddp))
     for step in range(4):
         if step == 2:
             compiled = _compiled()
             assert compiled > 0
-        found = train(called, optimizer, rank, range(step, step + 1))
+        losses = train(called, optimizer, rank, range(step, step + 1))
         expected = train(ddp, reference, rank, range(step, step + 1))
-        assert found == pytest.approx(expected, rel=0, abs=1e-5)
+        assert losses == pytest.approx(expected, rel=0, abs=1e-5)
     assert _compiled() == compiled, "a later step compiled again"
     state = {name.replace("_orig_mod.", ""): full(value) for name, value in model.state_dict().items()}
     for name, param in plain.named_parameters():
@@ -180,8 +180,8 @@ def test_one_graph_break_per_unit(rank, world_size):
         _forget()
         wrapped, called = _prepared(way, Unrolled(), "aot_eager")
         train(called, torch.optim.AdamW(wrapped.parameters(), lr=1e-2), rank, range(3))
-        found = sum(counters["graph_break"].values())
-        assert (found, _compiled()) == (breaks, graphs), counters["graph_break"]
+        counted = sum(counters["graph_break"].values())
+        assert (counted, _compiled()) == (breaks, graphs), counters["graph_break"]
 
 
 @pytest.mark.slow
@@ -197,8 +197,8 @@ def test_graphs_follow_what_trains_and_evaluation(rank, world_size):
         ddp = DDP(plain)  # asks only now what trains
         reference, optimizer = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, wrapped))
         for step in range(2):
-            found = train(called, optimizer, rank, range(step, step + 1))
-            assert found == pytest.approx(train(ddp, reference, rank, range(step, step + 1)), abs=1e-5)
+            losses = train(called, optimizer, rank, range(step, step + 1))
+            assert losses == pytest.approx(train(ddp, reference, rank, range(step, step + 1)), abs=1e-5)
             with torch.no_grad():
                 torch.testing.assert_close(called(tokens(rank, 9)), ddp(tokens(rank, 9)), rtol=0, atol=1e-5)
             if step == 0:

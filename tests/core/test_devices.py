@@ -21,7 +21,7 @@ absent = pytest.mark.skipif(torch.accelerator.is_available(), reason="about host
 
 @contextmanager
 def having(name: str, count: int) -> Iterator[None]:
-    """As if there were so many accelerators; nothing can be put on them.
+    """Pretends that there are so many accelerators; nothing can be put on them.
 
     Without any, as torch's wheel for CUDA on a host without a GPU: there is a name, and no device.
     """

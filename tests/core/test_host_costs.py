@@ -73,7 +73,7 @@ def calls_of_a_step(front: str, units: int, together: bool) -> int:
 def main() -> None:
     """Prints the calls of a step by ranks, front, whether units travel together, and units."""
     torch.set_num_threads(1)
-    found = {}
+    counts = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for ranks, sizes in ((8, (FEW, MORE, MANY)), (1024, (MANY,))):
@@ -82,15 +82,15 @@ def main() -> None:
                 for units in sizes:
                     for together in (False, True):
                         key = f"{ranks} {front} {together} {units}"
-                        found[key] = calls_of_a_step(front, units, together)
+                        counts[key] = calls_of_a_step(front, units, together)
             dist.destroy_process_group()
-    print(json.dumps(found))
+    print(json.dumps(counts))
 
 
 @cache
 def counted() -> dict[str, int]:
-    found: dict[str, int] = json.loads(python(__file__, env={"PYTHONPATH": str(TESTS)}).out)
-    return found
+    counts: dict[str, int] = json.loads(python(__file__, env={"PYTHONPATH": str(TESTS)}).out)
+    return counts
 
 
 @pytest.mark.parametrize("together", [False, True])

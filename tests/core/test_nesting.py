@@ -68,7 +68,7 @@ def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
     optimizer.step()
     above = nn.Sequential(model)
     state, state_above = model.state_dict(), above.state_dict()
-    found: dict[str, Callable[[], object]] = {
+    by_name: dict[str, Callable[[], object]] = {
         "state_dict": model.state_dict,
         "state_dict of a plain module above": above.state_dict,
         "load_state_dict": lambda: model.load_state_dict(state),
@@ -77,7 +77,7 @@ def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
         "named_parameters": lambda: list(model.named_parameters()),
     }
     if not isinstance(model, FSDP):
-        return found
+        return by_name
 
     def load(kind: StateDictType) -> None:
         with FSDP.state_dict_type(model, kind):
@@ -88,7 +88,7 @@ def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
             pass
 
     saved = FSDP.optim_state_dict(model, optimizer)
-    return found | {
+    return by_name | {
         "sharded": lambda: load(StateDictType.SHARDED_STATE_DICT),
         "local": lambda: load(StateDictType.LOCAL_STATE_DICT),
         "summon_full_params": summon,
@@ -100,9 +100,9 @@ def acts(model: nn.Module) -> dict[str, Callable[[], object]]:
 @each_front
 @ranks(2)
 def test_calls_grow_with_the_depth(rank, world_size, front):
-    found = [acts(nested(front, depth)) for depth in (4, 8, 16)]
-    for name in found[0]:
-        few, more, most = (calls(by_name[name]) for by_name in found)
+    by_depth = [acts(nested(front, depth)) for depth in (4, 8, 16)]
+    for name in by_depth[0]:
+        few, more, most = (calls(by_name[name]) for by_name in by_depth)
         assert most - more <= 2.1 * (more - few), (name, few, more, most)
 
     # Forty levels would take a doubling for each for ever.

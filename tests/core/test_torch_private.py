@@ -68,17 +68,17 @@ def look_up(path: str) -> Any:
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
+            value: Any = importlib.import_module(".".join(parts[:count]))
         except ModuleNotFoundError:
             continue
         break
     for place in range(count, len(parts)):
-        owner = INSTANCES.get(".".join(parts[:place]), found)
+        owner = INSTANCES.get(".".join(parts[:place]), value)
         if isinstance(owner, type) and not hasattr(owner, parts[place]):
             if re.search(rf"self\.{parts[place]}(: .*)? = ", inspect.getsource(owner)):
                 return None  # given to its instances
-        found = getattr(owner, parts[place])
-    return found
+        value = getattr(owner, parts[place])
+    return value
 
 
 def test_torch_has_every_name():

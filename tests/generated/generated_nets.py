@@ -97,7 +97,7 @@ class Net(nn.Module):
         return self.models()[0](x).square().mean()
 
     def sharded(self) -> None:
-        """Follows the sharding."""
+        """Is called after the net was sharded."""
 
 
 class Single(Net):

@@ -98,8 +98,8 @@ class Program:
     def of(cls, text: str) -> Program:
         head, _, items = text.partition(" :")
         size, front, strategy, net, optimizer, flags = [*head.split(), ""][:6]
-        found = tuple(flags.split(",")) if flags else ()
-        return cls(int(size), front, strategy, net, optimizer, found, (*map(Item.of, items.split()),))
+        given = tuple(flags.split(",")) if flags else ()
+        return cls(int(size), front, strategy, net, optimizer, given, (*map(Item.of, items.split()),))
 
     @property
     def edits(self) -> bool:
@@ -107,7 +107,7 @@ class Program:
 
     @property
     def can_run(self) -> bool:
-        """Whether all of it can be had at once."""
+        """Whether all of its parts can be combined."""
         return (
             (self.strategy != "HYBRID_SHARD" or self.size == 4)
             and (self.strategy != "NO_SHARD" or self.front in WRAPPERS)
@@ -147,7 +147,7 @@ class Side:
         return self.program.optimizer in IN_BACKWARD
 
     def note(self, what: str, value: torch.Tensor) -> None:
-        """Keeps what both sides are to have alike."""
+        """Notes a value that must be equal on both sides."""
         self.notes.append((what, value.detach().clone()))
 
     def params(self) -> list[nn.Parameter]:
@@ -341,7 +341,7 @@ def own_uneven(side: Side, item: Item, at: int) -> None:
 
 
 def plain_failure(side: Side, item: Item, at: int) -> None:
-    """Gradients are those from before."""
+    """Runs a forward without a backward: gradients stay as they were."""
     loss_of(side, item, side.rank, at)
 
 
@@ -583,13 +583,13 @@ def _optimizer(side: Side) -> torch.optim.Optimizer:
 
 def _compare(plain: Side, own: Side, when: str, values: bool) -> None:
     """Fails where the sharded side has other notes, gradients that are left, or other parameters."""
-    expected, found = plain.notes, own.notes
+    expected, notes = plain.notes, own.notes
     plain.notes, own.notes = [], []
-    assert sorted(what for what, _ in found) == sorted(what for what, _ in expected), when
+    assert sorted(what for what, _ in notes) == sorted(what for what, _ in expected), when
     wanted: dict[str, list[torch.Tensor]] = {}
     for what, value in expected:
         wanted.setdefault(what, []).append(value)
-    for what, value in found:
+    for what, value in notes:
         told = f"wrong {what} {when}: {{}}".format
         torch.testing.assert_close(value, wanted[what].pop(0), msg=told, equal_nan=True, **NEAR)
     if all(param.grad is None or not param.grad.any() for param in plain.params()):

@@ -92,7 +92,7 @@ class Taken:
 
 
 def memory_of(place: torch.device, action: Callable[[], object]) -> Taken:
-    """Tells what an action takes: of a GPU by its caching allocator, of the CPU by the profiler."""
+    """Measures what an action takes: on a GPU by its caching allocator, on the CPU by the profiler."""
     if place.type == "cpu":
         lap = tensors(action)
         return Taken(lap.peak, lap.kept)

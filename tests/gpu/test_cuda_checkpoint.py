@@ -60,8 +60,8 @@ def test_summoned_parameters_and_gradients(
         if rank == 0 or not rank0_only:
             shown = dict(model.named_parameters())
             for name, expected in plain.named_parameters():
-                for found in (shown[name], shown[name].grad):
-                    assert found.device == (torch.device("cpu") if to_cpu else place)
+                for tensor in (shown[name], shown[name].grad):
+                    assert tensor.device == (torch.device("cpu") if to_cpu else place)
                 torch.testing.assert_close(shown[name].to(place), expected, rtol=0, atol=1e-10)
                 torch.testing.assert_close(shown[name].grad.to(place), expected.grad, rtol=0, atol=1e-10)
                 shown[name].data.mul_(0.5)

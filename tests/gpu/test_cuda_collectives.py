@@ -43,7 +43,7 @@ def test_reductions(rank, world_size, device):
         full[1].fill_(-0.0)
         wide = torch.float64 if dtype == "float64" else torch.float32
         shards = [torch.empty(64, dtype=wide, device=group.device) for _ in full]
-        expected = sum(_numbers(64 * world_size, dtype, group.device, each) for each in range(world_size))
+        expected = sum(_numbers(64 * world_size, dtype, group.device, other) for other in range(world_size))
         group.reduce_scatter(shards, full).wait()
         assert torch.equal(shards[0], group.own_part(expected.to(wide))), dtype
         assert torch.signbit(shards[1]).all(), f"-0.0 from every rank, {dtype}"
@@ -64,18 +64,18 @@ def test_one_to_all_and_all_to_one(rank, world_size, device):
     own = torch.full((12,), float(rank), device=group.device)
     group.gather(own, full)
     if rank == 0:
-        assert full.tolist() == [float(each) for each in range(world_size) for _ in range(12)]
+        assert full.tolist() == [float(other) for other in range(world_size) for _ in range(12)]
         full.add_(1)
     group.scatter(own, full)
     assert own.tolist() == [rank + 1.0] * 12
     received = torch.empty(6 * world_size, device=group.device)
     group.all_to_all(received, torch.full((6 * world_size,), float(rank), device=group.device)).wait()
-    assert received.tolist() == [float(each) for each in range(world_size) for _ in range(6)]
-    lengths = [3 + each for each in range(world_size)]
+    assert received.tolist() == [float(other) for other in range(world_size) for _ in range(6)]
+    lengths = [3 + other for other in range(world_size)]
     parts = torch.empty(sum(lengths), device=group.device)
     group.all_gather_parts(parts, lengths, lambda part: part.fill_(rank)).wait()
-    assert parts.tolist() == [float(each) for each, length in enumerate(lengths) for _ in range(length)]
-    assert group.all_gather_object({"rank": rank}) == [{"rank": each} for each in range(world_size)]
+    assert parts.tolist() == [float(other) for other, length in enumerate(lengths) for _ in range(length)]
+    assert group.all_gather_object({"rank": rank}) == [{"rank": other} for other in range(world_size)]
     assert group.broadcast_object(["from", rank]) == ["from", 0]
     assert group.members == frozenset(range(world_size))
 
@@ -89,7 +89,7 @@ def here():
 
 @contextmanager
 def watched(pace):
-    """Asks events so often, and gives what was warned of."""
+    """Asks events at a pace; yields the warnings."""
     patches = [
         mock.patch.object(monitor, "_PACE", pace),
         mock.patch.object(watch, "time_limit", lambda *_: LIMIT),
@@ -115,7 +115,7 @@ def test_what_a_stream_has_not_done_is_reported_and_what_it_does_then_is_not(ran
         until(lambda: here().verdict)
         torch.cuda.synchronize()
         until(lambda: here().verdict is None)
-    assert any("has not completed" in str(each.message) for each in caught)
+    assert any("has not completed" in str(warning.message) for warning in caught)
     values = torch.ones(8, device=device)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -149,7 +149,7 @@ def test_a_rank_that_comes_late_is_reported_by_unit(rank, world_size, front):
         if rank == 1:
             time.sleep(1.2)  # more than the patience, less than the limit and its margin
         model(batch(rank, 2).to(device)).sum().item()
-    late = [str(each.message) for each in caught if "time limit" in str(each.message)]
+    late = [str(warning.message) for warning in caught if "time limit" in str(warning.message)]
     assert len(late) == 1 - rank, late
     if rank == 0:
         assert "gathers" in late[0] and "rank 1 (alive)" in late[0]

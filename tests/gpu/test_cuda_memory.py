@@ -44,7 +44,7 @@ CHOICES = [
 
 
 def _in_training(front, place, accumulates=False, **options):
-    """What takes one step of a model, with batches that are on the device already."""
+    """Returns a function that takes one step of a model; its batches are on the device already."""
     model = wrapped(front, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     batches = [batch(0, number).to(place) for number in range(2)]
@@ -165,8 +165,8 @@ def test_units_on_a_device_that_is_not_current(rank, world_size, device, front):
     place_of(device, 0)
     if world_size > 1:
         pytest.skip("each rank has its own device")
-    each: tuple[dict[str, Any], ...] = ({}, {"cpu_offload": OFFLOAD})
-    for options in each:
+    cases: tuple[dict[str, Any], ...] = ({}, {"cpu_offload": OFFLOAD})
+    for options in cases:
         if front == "composable" and last.index:
             pytest.skip("a mesh is on the current device")
         extra: dict[str, Any] = {} if front == "composable" or device == "cpu" else {"device_id": last}
@@ -194,8 +194,8 @@ def test_programs_run_where_there_is_no_gpu():
     """The script is sound: what it reports on a GPU comes from the GPU."""
     if torch.cuda.is_available():
         pytest.skip("the sanitizer is on where there is a GPU")
-    found = python(_SCRIPT, "trains-flat", "offloads-composable", "by_hand", "ordered", "race", code=2)
-    assert found.out.count("race: order: ") == 2, found
+    outcome = python(_SCRIPT, "trains-flat", "offloads-composable", "by_hand", "ordered", "race", code=2)
+    assert outcome.out.count("race: order: ") == 2, outcome
     assert len(_names()) > 0.7 * len(PROGRAMS)
 
 
@@ -244,9 +244,9 @@ def test_gathers_and_reductions_run_beside_products(rank, world_size, device, fr
             step()
         accelerator = accelerator_of(place)
         lanes = {} if accelerator is None else accelerator.lanes
-        found = record(step, 2, {COMPUTE: None} | {name: lane._stream for name, lane in lanes.items()})
-    assert len(found.waits) == 2
+        trace = record(step, 2, {COMPUTE: None} | {name: lane._stream for name, lane in lanes.items()})
+    assert len(trace.waits) == 2
     if device == "cuda":
-        assert found.busy(COMPUTE) > 0 and found.beside("gather") > 0, found
+        assert trace.busy(COMPUTE) > 0 and trace.beside("gather") > 0, trace
         if not offload:
-            assert found.beside("reduce") > 0 and found.waits == [0, 0], found
+            assert trace.beside("reduce") > 0 and trace.waits == [0, 0], trace

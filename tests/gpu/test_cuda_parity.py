@@ -55,20 +55,20 @@ def _compare_with_ddp(rank, place, front, strategy, offload):
         options["device_id"] = place
     model = shard(front, copy.deepcopy(plain), WRAPPINGS["block"](), **options)
     ddp = DDP(plain.to(place))
-    for each in (ddp, model):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+    for net in (ddp, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for step in range(4):
             optimizer.zero_grad()
-            loss_of(each, tokens(rank, step).to(place)).backward()
-            clip(each, 0.5)
+            loss_of(net, tokens(rank, step).to(place)).backward()
+            clip(net, 0.5)
             optimizer.step()
     state, grads = model.state_dict(), {name: param.grad for name, param in model.named_parameters()}
     if front != "composable":
         grads = full_grads(model)
     for name, param in named_state(ddp):
-        for found, expected in ((state[name], param.detach()), (grads[name], param.grad)):
+        for value, expected in ((state[name], param.detach()), (grads[name], param.grad)):
             told = f"{name}: {{}}, {front} {strategy}".format
-            torch.testing.assert_close(full(found.to(place)), expected, rtol=0, atol=1e-10, msg=told)
+            torch.testing.assert_close(full(value.to(place)), expected, rtol=0, atol=1e-10, msg=told)
 
 
 POLICIES = {
@@ -95,7 +95,7 @@ SCENARIOS = [*pairwise(SPACE, seed=5), *pairwise(COMPOSABLE_SPACE, seed=6)]
 @mostly_on_cuda("scenario", SCENARIOS, 25, name_of)
 @by_device
 def test_every_pair_of_options(rank, world_size, device, scenario):
-    """One rank alone copies; every third time it calls its group as well, as several do."""
+    """One rank alone only copies; every third scenario also calls its group, as several ranks do."""
     place = place_of(device, rank)
     for over in (False, True)[: 1 + (SCENARIOS.index(scenario) % 3 == 1)]:
         with over_the_group(over):
@@ -140,14 +140,14 @@ def _compare_with_training_by_hand(rank, world_size, place, front, name, offload
     model = _mixed(front, copy.deepcopy(plain), dtype, offload)
     seen = set()
     model.blocks[0].mlp[0].register_forward_hook(lambda module, args, out: seen.add(out.dtype))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
     for step in range(3):
-        batches = [tokens(each, step).to(place) for each in range(world_size)]
-        expected = sum(_by_hand(plain, dtype, each) for each in batches) / world_size
+        batches = [tokens(other, step).to(place) for other in range(world_size)]
+        expected = sum(_by_hand(plain, dtype, part) for part in batches) / world_size
         loss = loss_of(model, batches[rank])
-        for optimizer, each in zip(optimizers, (expected, loss)):
+        for optimizer, objective in zip(optimizers, (expected, loss)):
             optimizer.zero_grad()
-            each.backward()
+            objective.backward()
             optimizer.step()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         assert {grad.dtype for grad in grads} == {torch.float32}
@@ -158,8 +158,8 @@ def _compare_with_training_by_hand(rank, world_size, place, front, name, offload
 def _assert_same(model, plain, **tolerance):
     state = model.state_dict()
     for name, param in plain.named_parameters():
-        found = full(state[name].to(param.device))
-        torch.testing.assert_close(found, param.detach(), rtol=0, msg=name, **tolerance)
+        value = full(state[name].to(param.device))
+        torch.testing.assert_close(value, param.detach(), rtol=0, msg=name, **tolerance)
 
 
 @either_front
@@ -172,12 +172,12 @@ def test_scaler_follows_torch(rank, world_size, device, front):
     model = shard(front, copy.deepcopy(plain), WRAPPINGS["block"]())
     kinds = (GradScaler(device, init_scale=2.0**10), ShardedGradScaler(device, init_scale=2.0**10))
     for overflows in (False, True):
-        for each, scaler, seen in zip((plain, model), kinds, (range(world_size), [rank])):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for net, scaler, seen in zip((plain, model), kinds, (range(world_size), [rank])):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             for step in range(3):
                 optimizer.zero_grad()
                 fails = overflows and step == 1
-                losses = [loss_of(each, tokens(other, step).to(place)) for other in seen]
+                losses = [loss_of(net, tokens(other, step).to(place)) for other in seen]
                 loss = sum(losses) / len(losses)
                 if fails and 0 in seen:
                     loss = loss * torch.full((), float("inf"), device=place)

@@ -46,11 +46,11 @@ def test_every_way_through_it_is_taken_on_a_cpu():
 
 def test_sizes_fit_what_is_free():
     for device, host, wide, huge in ((139, 110, 4, 16), (24, 64, 1, 10), (8, 4, 1, 1), (40, 500, 2, 16)):
-        found = gpu.scale_for(device * gpu.GB, host * gpu.GB)
-        assert found.wide[0] == wide and found.huge[0] == huge
+        sizes = gpu.scale_for(device * gpu.GB, host * gpu.GB)
+        assert sizes.wide[0] == wide and sizes.huge[0] == huge
         least = 1  # block, also where it may not fit
-        assert 5 * 1.6 * 0.2 * found.wide[0] * 4 < device or wide == least
-        assert 16e-9 * gpu.parameters(found.at("huge")) < host or huge == least
+        assert 5 * 1.6 * 0.2 * sizes.wide[0] * 4 < device or wide == least
+        assert 16e-9 * gpu.parameters(sizes.at("huge")) < host or huge == least
     large = gpu.scale_for(139 * gpu.GB, 110 * gpu.GB).at("huge")
     assert 3.0e9 < gpu.parameters(large) < 7e9, "the size that the goal names"
     model = gpu.filled(TINY)
@@ -88,9 +88,9 @@ def test_verdicts():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_what_it_needs():
-    found = python("-m", "benchmarks.gpu", code=2)
-    assert not found.out
-    assert found.err.strip().splitlines()[-1].startswith("benchmarks.gpu needs a CUDA device")
+    outcome = python("-m", "benchmarks.gpu", code=2)
+    assert not outcome.out
+    assert outcome.err.strip().splitlines()[-1].startswith("benchmarks.gpu needs a CUDA device")
 
 
 HOST, BACKWARD = 100, 101  # threads
@@ -138,10 +138,10 @@ def test_shares_beside_computation():
     trace.work(20, 345, 405, launched=121, kind="gpu_memcpy")  # 5 and 5 of 60
     trace.work(24, 500, 520, launched=122)  # alone
     trace.work(20, 300, 399, launched=230)  # in no step
-    found = read(trace.events)
-    assert found.busy(COMPUTE) == 60 and found.busy("gather") == 80 and found.busy("reduce") == 20
-    assert found.beside("gather") == pytest.approx(20 / 80)
-    assert found.beside("reduce") == 0 == found.beside("nothing of the kind")
+    times = read(trace.events)
+    assert times.busy(COMPUTE) == 60 and times.busy("gather") == 80 and times.busy("reduce") == 20
+    assert times.beside("gather") == pytest.approx(20 / 80)
+    assert times.beside("reduce") == 0 == times.beside("nothing of the kind")
 
 
 def test_waits_by_step_and_streams_without_a_name():
@@ -153,8 +153,8 @@ def test_waits_by_step_and_streams_without_a_name():
     trace.call("cudaDeviceSynchronize", 170)  # between steps
     trace.call("cudaStreamWaitEvent", 115)  # which the host does not wait for
     trace.work(31, 400, 440, launched=112)
-    found = read(trace.events)
-    assert found.waits == [1, 0, 2] and found.busy("stream 31") == 40
+    times = read(trace.events)
+    assert times.waits == [1, 0, 2] and times.busy("stream 31") == 40
     nameless = [event for event in trace.events if not event["name"].startswith(STREAM)]
     with pytest.raises(ValueError, match=r"which of its streams \[31\] computes"):
         read(nameless)

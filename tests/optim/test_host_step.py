@@ -36,7 +36,7 @@ def give_gradients(given: list[nn.Parameter], at: int, but: int = -1) -> None:
 
 def test_the_bits_of_torchs_fused_adamw():
     def closure(given: list[nn.Parameter]) -> float:
-        loss = torch.stack([each.square().sum() for each in given]).sum()
+        loss = torch.stack([weight.square().sum() for weight in given]).sum()
         loss.backward()
         return loss.item()
 
@@ -44,8 +44,8 @@ def test_the_bits_of_torchs_fused_adamw():
         one, other = params(dtype), params(dtype)
         own, usual = HostAdamW(one, **NUMBERS), torch.optim.AdamW(other, fused=True, **NUMBERS)
         for at in range(4):
-            for each in (one, other):
-                give_gradients(each, at, but=1 if at == 2 else -1)
+            for weights in (one, other):
+                give_gradients(weights, at, but=1 if at == 2 else -1)
             own.step()
             usual.step()
         with torch.no_grad():  # as programs that step so have it
@@ -75,8 +75,8 @@ def test_moments_in_bfloat16_are_rounded_once_a_step(monkeypatch, piece):
             value.mul_(1 - 0.01 * 0.1)
             root = (second / (1 - beta2**at)).sqrt() + 1e-6
             value.sub_(0.01 * first / (1 - beta1**at) / root)
-            for each in (first, second):
-                each.copy_(each.float().bfloat16())
+            for moment in (first, second):
+                moment.copy_(moment.float().bfloat16())
     for param, value, first in zip(given, expected, moments[0]):
         state = optimizer.state[param]
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16 and state["step"] == 4
@@ -87,8 +87,8 @@ def test_moments_in_bfloat16_are_rounded_once_a_step(monkeypatch, piece):
 def test_each_loads_the_others_state():
     one, other = params(), params()
     halved, usual = HostAdamW(one, moments=torch.bfloat16), torch.optim.AdamW(other)
-    for optimizer, each in ((halved, one), (usual, other)):
-        give_gradients(each, 0)
+    for optimizer, weights in ((halved, one), (usual, other)):
+        give_gradients(weights, 0)
         optimizer.step()
     into, back = HostAdamW(params(), moments=torch.bfloat16), torch.optim.AdamW(params())
     into.load_state_dict(usual.state_dict())
@@ -182,8 +182,8 @@ def test_what_an_update_raises_is_told_at_the_end_of_the_backward(rank, world_si
     Once.fails = False
     before = {name: value.clone() for name, value in full_state(model).items()}
     model(batch(rank, 1)).square().sum().backward()
-    found = full_state(model)
-    assert all(not torch.equal(found[name], before[name]) for name in before if "weight" in name)
+    after = full_state(model)
+    assert all(not torch.equal(after[name], before[name]) for name in before if "weight" in name)
     assert len(backward_steps(optimizer).updated) == 4
 
 
@@ -239,21 +239,23 @@ def _offloaded(
     ],
 )
 def test_every_order_has_the_bits_of_steps_after_the_backward(front, offload):
-    found: dict[int, Any] = {}
+    states: dict[int, Any] = {}
     usual: dict[int, Any] = {}
     run = partial(_offloaded, front=front, cpu_offload=OFFLOAD if offload else CPUOffload(False))
-    run_simulated(2, partial(run, in_backward=True, states=found), records=True, seeds=1)
+    run_simulated(2, partial(run, in_backward=True, states=states), records=True, seeds=1)
     run_simulated(2, partial(run, in_backward=False, states=usual))
     for rank, state in usual.items():
-        assert all(torch.equal(found[rank][name], value) for name, value in state.items())
+        assert all(torch.equal(states[rank][name], value) for name, value in state.items())
 
 
 @either_front
 def test_the_host_steps_beside_products_of_the_device(front):
-    """All units' but the last two, beside whose gradients' way to the host nothing is left to run."""
+    """Those of all units but the last two: nothing is left to run while their gradients travel."""
     run = partial(_offloaded, front=front, in_backward=True, cpu_offload=OFFLOAD)
     (device, _) = run_simulated(2, run)
-    steps = [each for each in device.actions if each.queue == "host lane" and each.what == "aten::add_"]
+    steps = [
+        action for action in device.actions if action.queue == "host lane" and action.what == "aten::add_"
+    ]
     beside = products_beside(device.actions, steps)
     assert steps and sum(map(bool, beside)) >= len(steps) // 2, beside
 
@@ -268,7 +270,9 @@ def test_gradients_come_to_the_host_beside_products_without_a_thread_too(front):
         model(batch(rank, 0)).square().sum().backward()
 
     (device, _) = run_simulated(2, program)
-    copies = [each for each in device.actions if each.queue == "to host" and each.what == "aten::copy_"]
+    copies = [
+        action for action in device.actions if action.queue == "to host" and action.what == "aten::copy_"
+    ]
     *earlier, _ = products_beside(device.actions, copies)
     assert len(earlier) == 3 and all(earlier), earlier
 

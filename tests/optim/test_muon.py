@@ -69,8 +69,8 @@ def in_float64(grad: torch.Tensor, coefficients: Any, steps: int, eps: float) ->
 class Plain:
     def __init__(self, model: nn.Module, exact: bool = True, **options: Any) -> None:
         self._exact = exact
-        embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-        chosen = [each.dim() == 2 and id(each) not in embeddings for each in model.parameters()]
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        chosen = [param.dim() == 2 and id(param) not in embeddings for param in model.parameters()]
         matrices, rest = (
             [param for param, is_matrix in zip(model.parameters(), chosen) if is_matrix is wanted]
             for wanted in (True, False)
@@ -114,7 +114,7 @@ class Tied(tp_nets.Net):
 
 
 def twins(front: str, net: type[nn.Module] = tp_nets.Net) -> tuple[nn.Module, nn.Module]:
-    """A plain model and a sharded one, of whose matrices ranks cannot have equal parts."""
+    """A plain and a sharded model whose matrices cannot be cut into equal parts."""
     return fronts.twins(front, net, torch.float64, auto_wrap_policy=POLICY)
 
 
@@ -147,8 +147,8 @@ def test_options_mean_what_torchs_mean_in_bf16(rank, world_size, nesterov, adjus
     reference = Plain(plain, exact=False, **options)
     optimizer = muon(model, ns_dtype=torch.bfloat16, **options)
     train_alike(model, plain, (optimizer, reference), atol=2e-3)  # where another order rounds otherwise
-    found = fronts.full_state(model)
-    same = [torch.equal(found[name].bfloat16(), x.bfloat16()) for name, x in plain.state_dict().items()]
+    trained = fronts.full_state(model)
+    same = [torch.equal(trained[name].bfloat16(), x.bfloat16()) for name, x in plain.state_dict().items()]
     assert sum(same) > 8
 
 
@@ -186,8 +186,8 @@ def test_strategies_and_offload(rank, world_size, front, strategy, offload):
 def test_others_that_shard_or_replicate(rank, world_size, wrap):
     plain = tp_nets.net()
     model: Any = copy.deepcopy(plain)
-    for each in (*model.blocks, model) if wrap else ():
-        wrap(each)
+    for module in (*model.blocks, model) if wrap else ():
+        wrap(module)
     optimizer = muon(model)
     owners = {matrix.owner for matrix in optimizer.matrices.matrices}
     assert owners == ({0, 1} if wrap else {rank})
@@ -218,16 +218,16 @@ def test_meshes_of_several_kinds(rank, world_size, front, kind):
     train_alike(model, plain, batches=same_tokens, place=0)
 
 
-@pytest.mark.parametrize("front", [each for each in ("ours", "torch") if mesh_nets.has_experts(each)])
+@pytest.mark.parametrize("front", [front for front in ("ours", "torch") if mesh_nets.has_experts(front)])
 @ranks(4)
 def test_experts_on_a_mesh_of_their_own_are_matrices(rank, world_size, front):
     plain, model = mesh_nets.net(0), mesh_nets.on_mesh(front, "ep", seed=0)
     view = {"blocks.1.up": batch(), "blocks.1.down": batch()}
-    optimizers = [muon(each, view=view) for each in (model, plain)]
+    optimizers = [muon(net, view=view) for net in (model, plain)]
     assert len(optimizers[1].matrices.matrices) == len(optimizers[0].matrices.matrices) == 12
     for at in range(2):
-        for each, optimizer in zip((model, plain), optimizers):
-            mesh_nets.train(each, optimizer, at)
+        for net, optimizer in zip((model, plain), optimizers):
+            mesh_nets.train(net, optimizer, at)
     fronts.assert_same_values(model, plain, rtol=0, atol=1e-10)
 
 
@@ -257,18 +257,18 @@ def test_views_are_matrices_of_their_own(rank, world_size, front):
     model = fronts.shard(front, copy.deepcopy(plain))
     optimizer = muon(model, view=VIEWS, nesterov=False)
     parts = {
-        "qkv.weight": lambda each: each.split([10, 4, 4]),
-        "out.weight": lambda each: each.split(5, dim=1),
-        "experts": lambda each: each.unbind(),
-        "back.weight": lambda each: [each],
-        "other.weight": lambda each: [each],  # of the shape of a part of the first
+        "qkv.weight": lambda weight: weight.split([10, 4, 4]),
+        "out.weight": lambda weight: weight.split(5, dim=1),
+        "experts": lambda weight: weight.unbind(),
+        "back.weight": lambda weight: [weight],
+        "other.weight": lambda weight: [weight],  # of the shape of a part of the first
     }
     momentum = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
     for at in range(2):
         x = torch.rand(3, 6, generator=torch.Generator().manual_seed(at)).double()
-        for each in (plain, model):
-            each.zero_grad()
-            each(x).square().sum().backward()
+        for net in (plain, model):
+            net.zero_grad()
+            net(x).square().sum().backward()
         optimizer.step()
         for name, param in plain.named_parameters():
             momentum[name].lerp_(param.grad, 0.05)
@@ -293,14 +293,14 @@ def test_bytes_and_flops_are_shared(rank, world_size, front):
     optimizer = muon(model, ns_dtype=torch.float32)
     matrices = 4 * sum(rows * columns for rows, columns in (m.shape for m in optimizer.matrices.matrices))
     model(torch.rand(3, 16)).sum().backward()
-    with count_collectives(objects=False) as found, FlopCounterMode(display=False) as flops:
+    with count_collectives(objects=False) as counted, FlopCounterMode(display=False) as flops:
         optimizer.step()
-    calls, nbytes = found.pop("all_to_all_single", (0, 0))
-    assert calls <= 2 and sum(each.bytes for each in found.values()) <= 64  # who has gradients
+    calls, nbytes = counted.pop("all_to_all_single", (0, 0))
+    assert calls <= 2 and sum(traffic.bytes for traffic in counted.values()) <= 64  # who has gradients
     everyone = gather_objects((nbytes, flops.get_total_flops()))
-    assert sum(each[0] for each in everyone) <= 2 * matrices
-    total = sum(each[1] for each in everyone)
-    assert total > 0 and max(each[1] for each in everyone) <= 1.1 * total / world_size
+    assert sum(share[0] for share in everyone) <= 2 * matrices
+    total = sum(share[1] for share in everyone)
+    assert total > 0 and max(share[1] for share in everyone) <= 1.1 * total / world_size
 
 
 def _trained(rank: int, world_size: int, front: str, steps: range, path: Any) -> None:
@@ -325,7 +325,7 @@ def _trained(rank: int, world_size: int, front: str, steps: range, path: Any) ->
 
 
 def step_alike(model: nn.Module, optimizer: Any, at: int) -> None:
-    """All ranks see the same."""
+    """Takes a step on a batch that all ranks see."""
     optimizer.zero_grad()
     tp_nets.loss_of(model, batch_of(at, 0))
     optimizer.step()
@@ -345,10 +345,10 @@ def test_schedulers_closures_accumulation_and_zeroing(rank, world_size):
     plain, model = twins("orig")
     reference, optimizer = Plain(plain), muon(model)
     of_all = (reference.muon, reference.other, optimizer)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in of_all]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(stepped, 0.5) for stepped in of_all]
     for at in range(3):
         reference.zero_grad()
-        for tokens in (batch_of(10 * at + part, each) for part in range(2) for each in range(world_size)):
+        for tokens in (batch_of(10 * at + part, other) for part in range(2) for other in range(world_size)):
             tp_nets.loss_of(plain, tokens)
         for param in plain.parameters():
             param.grad /= world_size
@@ -409,7 +409,7 @@ def test_other_optimizers_by_name(rank, world_size):
         "*": torch.optim.AdamW,
     }
     optimizer = Muon(model, select=["*up.weight", "*down.weight"], other=chosen)
-    assert [type(each).__name__ for each in optimizer.others] == ["Adagrad", "SGD", "AdamW"]
+    assert [type(other).__name__ for other in optimizer.others] == ["Adagrad", "SGD", "AdamW"]
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5, 0, 0.7, 1e-3]
     before = {name: value.clone() for name, value in fronts.full_state(model).items()}
     step(model, optimizer, 0)

@@ -112,8 +112,8 @@ def assert_alike(one: Any, other: Any) -> None:
             assert_alike(one[key], other[key])
     elif isinstance(one, (list, tuple)):
         assert len(one) == len(other)
-        for each, same in zip(one, other):
-            assert_alike(each, same)
+        for element, same in zip(one, other):
+            assert_alike(element, same)
     elif isinstance(one, DTensor):
         assert (one.placements, one.device_mesh) == (other.placements, other.device_mesh)
         assert one.shape == other.shape
@@ -224,14 +224,14 @@ def test_neighbours_are_updated_as_one(rank, world_size, way):
     for lrs, count in (((0.1,), 2), ((0.1, 0.2), 7)):
         torch.manual_seed(0)
         plain, model = Net().double(), sharded()
-        one, other = (torch.optim.AdamW(_groups(each, lrs)) for each in (plain, model))
+        one, other = (torch.optim.AdamW(_groups(net, lrs)) for net in (plain, model))
         WAYS[way](other)
         for at in (0, 2, 1, 4):  # in the last but one some have no gradients
             plain_step(plain, one, at)
-            with _Operators() as found:
+            with _Operators() as seen:
                 step(model, other, at)
             if at == 2 and rank == 0:  # the other has fewer rows, with padding between
-                assert found.operators.count(torch.ops.aten.addcdiv_.default) == count
+                assert seen.operators.count(torch.ops.aten.addcdiv_.default) == count
         for param, same in zip(plain.parameters(), model.parameters()):
             torch.testing.assert_close(same.full_tensor(), param, rtol=1e-10, atol=1e-10)
         steps = {param: other.state[param]["step"] for param in model.parameters()}
@@ -277,9 +277,9 @@ def test_steps_that_are_taken_and_those_that_are_left_to_torch(rank, world_size)
     model(torch.ones(1, 4)).sum().backward()
 
     def takes(optimizer: torch.optim.Optimizer) -> bool:
-        with _Operators(DTensor) as found:
+        with _Operators(DTensor) as seen:
             optimizer.step(lambda: 1.0)
-        return not found.operators
+        return not seen.operators
 
     for name, (maker, taken) in MAKERS.items():
         assert takes(maker(model.parameters())) == taken, name
@@ -415,7 +415,7 @@ def test_gradients_that_lie_elsewhere_or_otherwise_are_seen(rank, world_size, wa
 
 
 def _groups(model: nn.Module, lrs: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Groups of a learning rate each; parameters that lie side by side are of one after the other."""
+    """Makes a group for each learning rate; neighbouring parameters are in different groups."""
     params, count = [*model.parameters()], len(lrs)
     return [{"params": params[first::count], "lr": lr} for first, lr in enumerate(lrs)]
 
@@ -460,8 +460,8 @@ def test_averages_and_groups_that_come_later_are_those_of_a_plain_model(rank, wo
                 optimizer.add_param_group({"params": later, "lr": 0.02, "weight_decay": 0.3, "swa_lr": 0.03})
         plain_step(models[0], optimizers[0], at)
         step(models[1], optimizers[1], at)
-        for model, each, scheduler in zip(models, averages, schedulers):
-            for averaged in each:
+        for model, of_model, scheduler in zip(models, averages, schedulers):
+            for averaged in of_model:
                 averaged.update_parameters(model)
             scheduler.step()
     near: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
@@ -509,11 +509,11 @@ def test_memory_goes_with_gradients_models_and_state_that_moves(rank, world_size
     gc.disable()
     for at in range(3):
         both.step(at)
-        known = [each["exp_avg"]._local_tensor for each in both.converted.state.values()]
-        known = [weakref.ref(each if each._base is None else each._base) for each in known]
+        known = [entry["exp_avg"]._local_tensor for entry in both.converted.state.values()]
+        known = [weakref.ref(moment if moment._base is None else moment._base) for moment in known]
         for state in both.converted.state.values():  # as the offload does where there is an accelerator
             state["exp_avg"] = state["exp_avg"].clone()
-        assert all(each() is None for each in known)
+        assert all(reference() is None for reference in known)
     both.assert_alike()
     model, optimizer = both.models[1], both.converted
     grads = [weakref.ref(param.grad._local_tensor) for param in model.parameters()]
@@ -577,7 +577,7 @@ class Foreign(torch.optim.Optimizer):
                 elif group["kind"] == "later":  # not at once, as preconditioners
                     state["sums"] = param.grad.T @ param.grad
                 elif group["kind"] == "all":
-                    update = update * sum(each.grad.sum() for each in group["params"])
+                    update = update * sum(weight.grad.sum() for weight in group["params"])
                 elif group["kind"] == "noise":
                     update = update * (random.random() + torch.rand_like(update))
                     warnings.warn("noisy", stacklevel=1)
@@ -598,17 +598,17 @@ def test_what_computes_with_wholes_is_found_out_and_refused():
         for _ in range(2):
             warnings.warn("shown once", stacklevel=1)
             on_shards(Foreign(params, "noise"))
-    assert [str(each.message) for each in told] == ["shown once"]
+    assert [str(warning.message) for warning in told] == ["shown once"]
     assert torch.equal(torch.get_rng_state(), generator[0]) and random.getstate() == generator[1]
     assert bool((params[0] == 1).all())
 
 
 def torchs_optimizers() -> list[type[torch.optim.Optimizer]]:
-    found = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    classes = [value for value in vars(torch.optim).values() if isinstance(value, type)]
     return [
-        each
-        for each in found
-        if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+        kind
+        for kind in classes
+        if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     ]
 
 
@@ -639,9 +639,9 @@ def test_wrong_uses_are_refused_and_nothing_changes():
         (torch.optim.SGD(params, lr=1.0, differentiable=True), ValueError, "differentiable=False"),
         (Muon(nn.Linear(2, 2)), ValueError, "Muon knows of shards: use it without on_shards"),
     ]
-    for each, error, rule in refused:
+    for given, error, rule in refused:
         with pytest.raises(error, match=rule):
-            on_shards(each)
+            on_shards(given)
     optimizer = torch.optim.SGD(params, lr=1.0)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with pytest.raises(ValueError, match="make the scheduler afterwards"):
@@ -656,7 +656,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 class LateNet(tp_nets.Net):
-    """With heads of which ranks have uneven parts, or none; one is of no use at first."""
+    """Has heads of which ranks have uneven parts or none; one is unused at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -691,10 +691,10 @@ def train_late(model: Any, optimizer: torch.optim.Optimizer, steps: range, seen:
         optimizer.zero_grad()
 
 
-def assert_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """All ranks have the names and keys in one order."""
-    assert sorted(found["state"]) == sorted(expected["state"])
-    for name, entry in found["state"].items():
+    assert sorted(actual["state"]) == sorted(expected["state"])
+    for name, entry in actual["state"].items():
         for key, value in entry.items():
             told = f"{name} {key} on rank {dist.get_rank()}"
             value, whole = full(value), expected["state"][name][key]
@@ -702,8 +702,8 @@ def assert_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
             if isinstance(value, IntervalTensor):
                 value, whole = value.piece, whole.reshape(-1)[value.start : value.stop]
             torch.testing.assert_close(value, whole, rtol=0, atol=1e-12, msg=told)
-    everywhere = gather_objects([(name, [*entry]) for name, entry in found["state"].items()])
-    assert all(each == everywhere[0] for each in everywhere)
+    everywhere = gather_objects([(name, [*entry]) for name, entry in actual["state"].items()])
+    assert all(entries == everywhere[0] for entries in everywhere)
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -739,9 +739,9 @@ def test_states_are_those_of_a_plain_model(rank, world_size, front, kind):
 def test_rounding_is_to_neighbours_and_right_in_the_mean():
     values = torch.tensor([1.0 + 2**-9, -3.0 - 2**-8, 1e-40, 2.5, 0.0, torch.inf, -torch.inf])
     draws = torch.arange(65536, dtype=torch.int32).view(-1, 1).expand(-1, values.numel())
-    found = rounded(values.expand(65536, -1), draws).double()
-    assert torch.equal(found.mean(0), values.double())  # every draw once: exact
-    assert [column.unique().numel() for column in found.T] == [2, 2, 2, 1, 1, 1, 1]
+    drawn = rounded(values.expand(65536, -1), draws).double()
+    assert torch.equal(drawn.mean(0), values.double())  # every draw once: exact
+    assert [column.unique().numel() for column in drawn.T] == [2, 2, 2, 1, 1, 1, 1]
     assert torch.isnan(rounded(torch.tensor([torch.nan]), draws[-1:, 0])).all()
 
 

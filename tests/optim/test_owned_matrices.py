@@ -49,7 +49,7 @@ class Shampoo:
 
 
 def backward(model: nn.Module, at: int) -> None:
-    """All ranks see the same."""
+    """Runs a backward of a batch that all ranks see."""
     tokens = torch.randint(4, (3, 2), generator=torch.Generator().manual_seed(at))
     model(tokens).square().mean().backward()
 
@@ -59,7 +59,11 @@ def backward(model: nn.Module, at: int) -> None:
 def test_a_preconditioner_of_users(rank, world_size, front):
     plain, model = fronts.twins(front, Net, torch.float64)
     matrices, shampoo, expected = owned_matrices(model), Shampoo(), Shampoo()
-    assert matrices.names == NAMES and [each.shape for each in matrices.matrices] == [(9, 5), (2, 9), (9, 9)]
+    assert matrices.names == NAMES and [matrix.shape for matrix in matrices.matrices] == [
+        (9, 5),
+        (2, 9),
+        (9, 9),
+    ]
     weights = [plain.get_parameter(name) for name in NAMES]
     for at in range(3):
         model.zero_grad()
@@ -70,9 +74,9 @@ def test_a_preconditioner_of_users(rank, world_size, front):
         for param, update in zip(matrices.params, updates):
             if update is not None:
                 param.data.sub_(update, alpha=0.1)
-        for weight, each in zip(weights, matrices.matrices):
-            weight.data.sub_(expected(weight.grad, each), alpha=0.1)
-    assert sorted(shampoo.sums) == [each.name for each in matrices.matrices if each.owner == rank]
+        for weight, matrix in zip(weights, matrices.matrices):
+            weight.data.sub_(expected(weight.grad, matrix), alpha=0.1)
+    assert sorted(shampoo.sums) == [matrix.name for matrix in matrices.matrices if matrix.owner == rank]
     fronts.assert_same_values(model, plain, rtol=0, atol=1e-10)
 
 
@@ -95,10 +99,10 @@ def test_the_next_round_travels_while_one_is_computed(rank, world_size, monkeypa
         context.setattr(_owned_matrices, "_ROUND", 1)  # each owner gets one matrix a time
         context.setattr(GroupCommunicator, "all_to_all", send)
         matrices = owned_matrices(model, select=["0.weight", "2.weight", "3.weight", "5.weight"])
-        found = matrices.update([param.detach() for param in matrices.params], compute)
+        updates = matrices.update([param.detach() for param in matrices.params], compute)
     assert log == ["send", "send", "compute", "send", "compute", "send"]
     with torch.no_grad():
-        for param, result in zip(matrices.params, found):
+        for param, result in zip(matrices.params, updates):
             param.copy_(result)  # type: ignore[arg-type]
         for name in matrices.names:
             param = plain.get_parameter(name)
@@ -112,7 +116,7 @@ def test_functions_that_fail_are_named_on_all_ranks(rank, world_size):
     matrices = owned_matrices(model)
     backward(model, 0)
     grads = [param.grad for param in matrices.params]
-    owner = next(each.owner for each in matrices.matrices if each.name == "last.weight")
+    owner = next(matrix.owner for matrix in matrices.matrices if matrix.name == "last.weight")
 
     def shorter(value: torch.Tensor, matrix: Any) -> torch.Tensor:
         return value[:1] if matrix.name == "last.weight" else value
@@ -140,9 +144,9 @@ def test_results_in_another_dtype_and_mistakes(rank, world_size):
         seen.append(value.dtype)
         return value.double()
 
-    (found,) = matrices.update([model.middle[0].weight.detach()], note, dtype=torch.bfloat16)
-    assert found.dtype == torch.bfloat16 and seen in ([], [torch.bfloat16])
-    assert torch.equal(full(found), full(model.middle[0].weight.detach()).bfloat16())  # type: ignore[arg-type]
+    (update,) = matrices.update([model.middle[0].weight.detach()], note, dtype=torch.bfloat16)
+    assert update.dtype == torch.bfloat16 and seen in ([], [torch.bfloat16])
+    assert torch.equal(full(update), full(model.middle[0].weight.detach()).bfloat16())  # type: ignore[arg-type]
     others = "ranks 0 and 1 of 2 have other matrices .* 'middle.0.weight'"
     for error, text, options in (
         (ValueError, "'first.bias' of shape .9,. has 1 dimensions, .* matrix has two", {"select": "*.bias"}),
@@ -170,7 +174,7 @@ def test_views_cut_what_they_say():
         (split([1, 3], dim=1), (6, 4), [((0, 0), (6, 1), (6, 1)), ((0, 1), (6, 3), (6, 3))]),
         (batch(), (2, 1, 6, 4), [((n, 0, 0, 0), (1, 1, 6, 4), (6, 4)) for n in range(2)]),
     ):
-        assert view(torch.Size(shape)) == [Block(*each) for each in blocks]
+        assert view(torch.Size(shape)) == [Block(*block) for block in blocks]
 
 
 def transformer(blocks: int, width: int, ranks: int, flat: bool) -> list[Load]:
@@ -206,9 +210,9 @@ def test_rounds_have_even_parts_of_every_owner():
     travels = [index % 5 != 0 for index in loads]
     first, *rounds = rounds_of(loads, owners, travels, most=30_000)
     assert first == [index for index in loads if index % 5 == 0]
-    assert sorted(index for each in rounds for index in each) == [i for i in loads if i % 5]
+    assert sorted(index for members in rounds for index in members) == [i for i in loads if i % 5]
     largest = max(load.numel for load in loads.values())
-    for each in rounds:
+    for members in rounds:
         for rank in range(4):
-            assert sum(loads[i].numel for i in each if owners[i] == rank) <= 30_000 + largest
+            assert sum(loads[i].numel for i in members if owners[i] == rank) <= 30_000 + largest
     assert rounds_of({}, [], [], 10) == [[]]

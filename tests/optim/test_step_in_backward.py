@@ -35,7 +35,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def groups(params: Any) -> torch.optim.Optimizer:
-    """Without decay of what has one dimension, or lies in a `FlatParameter`."""
+    """Makes AdamW without decay for what has one dimension, or lies in a `FlatParameter`."""
     params = [*params]
     flat = [param for param in params if param.dim() < 2]
     others = [param for param in params if param.dim() > 1]
@@ -123,15 +123,15 @@ def assert_same_bits(model: nn.Module, usual: nn.Module) -> None:
 
 
 def assert_same_state(optimizer: torch.optim.Optimizer, usual: torch.optim.Optimizer) -> None:
-    found, expected = optimizer.state_dict(), usual.state_dict()
+    state, expected = optimizer.state_dict(), usual.state_dict()
     assert (
-        found["param_groups"] == expected["param_groups"]
-        and found["state"].keys() == expected["state"].keys()
+        state["param_groups"] == expected["param_groups"]
+        and state["state"].keys() == expected["state"].keys()
     )
     for number, entry in sorted(expected["state"].items()):  # which ranks may have in other orders
-        assert found["state"][number].keys() == entry.keys()
+        assert state["state"][number].keys() == entry.keys()
         for key, value in entry.items():
-            assert torch.equal(full(found["state"][number][key]), full(value)), (number, key)
+            assert torch.equal(full(state["state"][number][key]), full(value)), (number, key)
 
 
 Program = Callable[[nn.Module, int], torch.Tensor]
@@ -162,7 +162,7 @@ def compare(
     other = make([param for param in usual.parameters() if param.requires_grad])
     for step in range(steps):
         other.zero_grad()
-        assert torch.equal(*(program(each, step) for each in models)), told
+        assert torch.equal(*(program(net, step) for net in models)), told
         before(usual)
         other.step()
         assert all(param.grad is None for param in model.parameters()), told
@@ -178,7 +178,7 @@ FEW = ("plain", "tied", "frozen", "reentrant around")
 @pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.slow)])
 @ranks(2)
 def test_the_bits_of_steps_after_the_backward(rank, world_size, front, seldom):
-    """Options of units meet such updates in `tests/seams`."""
+    """`tests/seams` combines these updates with the options of units."""
     for kind, make in KINDS.items():
         if (kind in FEW) != seldom:
             compare(pair(front, make), groups if kind == "plain" else adamw, kind)
@@ -238,11 +238,11 @@ def test_ranks_communicate_alike_whenever_a_thread_updates(rank, world_size, fro
             reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
             for step in range(3):
                 reference.zero_grad()
-                sum(loss(plain, batch(each, step)) for each in range(world_size)).div(world_size).backward()
+                sum(loss(plain, batch(other, step)) for other in range(world_size)).div(world_size).backward()
                 reference.step()
                 with record_events() as events:
                     loss(model, batch(rank, step)).backward()
-                orders = gather_objects([(each.kind, each.unit, each.together) for each in events])
+                orders = gather_objects([(event.kind, event.unit, event.together) for event in events])
                 assert orders[0] == orders[1]
             fronts.assert_same_values(model, plain, rtol=1e-9, atol=1e-9)
 
@@ -311,7 +311,7 @@ def test_outputs_whose_gradients_come_one_after_the_other(rank, world_size, fron
         reference = recorded(plain.parameters())
         for step in range(2):
             reference.zero_grad()
-            losses = (one_after_the_other(plain, batch(each, step)) for each in range(world_size))
+            losses = (one_after_the_other(plain, batch(other, step)) for other in range(world_size))
             sum(losses).div(100 * world_size).backward()
             reference.step()
             one_after_the_other(model, batch(rank, step)).div(100).backward()
@@ -346,7 +346,7 @@ def test_a_dropped_graph_of_several_outputs_goes_with_its_model(rank, world_size
     gone = weakref.ref(loss), weakref.ref(model)
     del loss, model, optimizer
     gc.collect()
-    assert [each() for each in gone] == [None, None]
+    assert [reference() for reference in gone] == [None, None]
 
 
 class Some(Chain):
@@ -491,19 +491,19 @@ def test_a_backward_that_raises(rank, world_size, front, in_thread):
     kind = Slow if in_thread else torch.optim.SGD
     optimizer = step_in_backward(model, lambda params: kind(params, lr=0.1), in_thread=in_thread)
     optimizer.seconds = 0.2  # from now on: it was tried before, which takes many steps
-    for each in (model, usual):
-        for module in each.modules():
+    for net in (model, usual):
+        for module in net.modules():
             module.fails = True
         with pytest.raises(ArithmeticError):
-            backward(each, 0)
-        for module in each.modules():
+            backward(net, 0)
+        for module in net.modules():
             module.fails = False
     with pytest.warns(UserWarning, match=r"after 1 of 4 units .*layers\.2'; the others have kept") as caught:
-        found = full_state(model)
+        after = full_state(model)
     assert [warning.filename for warning in caught] == [fronts.__file__]  # the line that asks for the state
     assert len(backward_steps(optimizer).updated) == 1 and "layers.2" in backward_steps(optimizer).updated[0]
     expected = full_state(usual)
-    same = {name for name in found if torch.equal(found[name], expected[name])}
+    same = {name for name in after if torch.equal(after[name], expected[name])}
     assert same == {name for name in expected if "layers.2" not in name}
     backward(model, 1)
 
@@ -524,7 +524,9 @@ def test_clipping_by_the_norm_of_the_last_backward(rank, world_size, front, in_t
     known = None
     for step in range(4):
         reference.zero_grad()
-        sum(plain(batch(each, step)).square().sum() for each in range(world_size)).div(world_size).backward()
+        sum(plain(batch(other, step)).square().sum() for other in range(world_size)).div(
+            world_size
+        ).backward()
         own = nn.utils.get_total_norm([param.grad for param in plain.parameters()])
         factor = min(1.0, 0.5 / ((own if known is None else known).item() + 1e-6))
         for param in plain.parameters():
@@ -548,14 +550,14 @@ def test_clipping_by_value_and_by_the_first_norm_as_functions_do(rank, world_siz
     )
     model, usual = pair("orig", KINDS["tied"])  # whose root has several parameters
     optimizer = step_in_backward(model, recorded, max_norm=0.1)
-    for each in (model, usual):
-        backward(each, 0)
+    for net in (model, usual):
+        backward(net, 0)
     norm = clip_grad_norm_(usual, 0.1)
     torch.testing.assert_close(backward_steps(optimizer).total_norm, norm.double(), rtol=1e-12, atol=0)
     recorded(usual.parameters()).step()
-    found, expected = full_state(model), full_state(usual)
+    after, expected = full_state(model), full_state(usual)
     for name, value in expected.items():  # the sums of the norms have another order
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(after[name], value, rtol=1e-12, atol=1e-12)
 
 
 @ranks(2)
@@ -566,8 +568,8 @@ def test_scaled_losses_without_overflow(rank, world_size):
     other = adamw(usual.parameters())
     for step in range(4):
         other.zero_grad()
-        for scaler, each in zip(scalers, (model, usual)):
-            scaler.scale(each(batch(rank, step)).square().sum()).backward()
+        for scaler, net in zip(scalers, (model, usual)):
+            scaler.scale(net(batch(rank, step)).square().sum()).backward()
         scalers[1].step(other)
         for scaler in scalers:
             scaler.update()
@@ -623,13 +625,13 @@ def test_schedulers_and_groups(rank, world_size):
     """A scheduler changes what counts in the next backward; so does what a step leaves in a group."""
     model, usual = pair("orig", Chain)
     optimizer, other = step_in_backward(model, Counting), Counting(usual.parameters())
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, other)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(stepped, 0.5) for stepped in (optimizer, other)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):
             other.zero_grad()
-            for each in (model, usual):
-                backward(each, step)
+            for net in (model, usual):
+                backward(net, step)
             other.step()
             for scheduler in schedulers:
                 scheduler.step()
@@ -658,8 +660,8 @@ def test_tensor_parallelism_and_hybrid_meshes(rank, world_size, front):
             mesh_nets.train(plain, reference, step)
             mesh_nets.train(model, optimizer, step)
             if kind != "hybrid":
-                found = backward_steps(optimizer).total_norm
-                torch.testing.assert_close(found, reference.norm, rtol=1e-9, atol=0)
+                norm = backward_steps(optimizer).total_norm
+                torch.testing.assert_close(norm, reference.norm, rtol=1e-9, atol=0)
         fronts.assert_same_values(model, plain, rtol=0, atol=1e-9)
 
 
@@ -704,7 +706,7 @@ def test_a_dropped_model_is_freed(rank, world_size):
     optimizer = step_in_backward(model, adamw, max_norm=1.0, in_thread=True)
     for step in range(2):
         model(batch(0, step).float()).sum().backward()
-    references = [weakref.ref(each) for each in (*model.parameters(), model, optimizer)]
+    references = [weakref.ref(target) for target in (*model.parameters(), model, optimizer)]
     del model, optimizer
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)

@@ -46,20 +46,20 @@ def side(form: Form, seed: int) -> Side:
 
 
 def part_like(whole: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a value that lies as another one does."""
+    """Returns this rank's part of a value that is placed as another one."""
     if not isinstance(value, DTensor):
         return whole
     return distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None).to_local()
 
 
 def save(rank: int, world_size: int, form: Form, seed: int, path: Path) -> None:
-    """Saves by each way, and all values, for which a stage's first rank stands."""
+    """Saves by each way; the first rank also saves all values, those of all stages."""
     given = side(form, seed)
     for way in WAYS:
         given.save(way, path / way)
     values = gather_objects({name: full(value) for name, value in given.values().items()})
     if rank == 0:
-        torch.save({name: value for each in values for name, value in each.items()}, path / "values.pt")
+        torch.save({name: value for part in values for name, value in part.items()}, path / "values.pt")
 
 
 def load(rank: int, world_size: int, form: Form, given: list[tuple[Form, str, Path]]) -> None:
@@ -68,9 +68,9 @@ def load(rank: int, world_size: int, form: Form, given: list[tuple[Form, str, Pa
     for giver, way, path in given:
         taker.load(way, path / way)
         expected = torch.load(path / "values.pt", weights_only=True)
-        found = taker.values()
-        assert set(found) == set(expected) if form[1] != "pp" else set(found) < set(expected), (giver, way)
-        for name, value in found.items():
+        values = taker.values()
+        assert set(values) == set(expected) if form[1] != "pp" else set(values) < set(expected), (giver, way)
+        for name, value in values.items():
             held = value.to_local() if isinstance(value, DTensor) else value
             assert torch.equal(held, part_like(expected[name], value)), (giver, way, name)
         mesh_nets.train(taker.model, taker.optimizer, 99)
@@ -78,7 +78,7 @@ def load(rank: int, world_size: int, form: Form, given: list[tuple[Form, str, Pa
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives what a form has saved, which it does when it is asked for first."""
+    """Returns what a form has saved; it saves when first asked."""
     folder = tmp_path_factory.mktemp("saved")
 
     @functools.cache
@@ -91,7 +91,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def exchanges(form: Form) -> list[Form]:
-    """Those whose checkpoints it loads: where it is not ours, ours."""
+    """Returns the forms whose checkpoints a form loads: all of them if it is ours, else ours."""
     return [giver for giver in FORMS if is_ours(form) or is_ours(giver)]
 
 
@@ -118,9 +118,9 @@ def test_it_loads_what_every_form_has_saved(form, saved):
 def table() -> str:
     """Which forms there are of each mesh; each saves what each other one loads."""
     lines = [f"| mesh | {' | '.join(FRONTS.values())} |", f"|---|{'---|' * len(FRONTS)}"]
-    for kind, each in KINDS.items():
-        cells = ("saves, loads" if mesh_nets.can(front, kind) else "no such mesh" for front in FRONTS)
-        lines.append(f"| {each.about} | {' | '.join(cells)} |")
+    for name, kind in KINDS.items():
+        cells = ("saves, loads" if mesh_nets.can(front, name) else "no such mesh" for front in FRONTS)
+        lines.append(f"| {kind.about} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

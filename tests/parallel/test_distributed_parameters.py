@@ -51,8 +51,8 @@ def test_full_parameters_stream_and_go_into_safetensors_and_back(rank, world_siz
     _, another = sharded(mesh, seed=2)
     checkpoint.export_safetensors(model, tmp_path)
     loaded = tp_nets.net(seed=1)
-    for each in (loaded, another):
-        checkpoint.import_safetensors(each, tmp_path)
+    for target in (loaded, another):
+        checkpoint.import_safetensors(target, tmp_path)
     expected = dict(plain.named_parameters())
     for name, value in iter_full_params(model, budget=1):
         assert torch.equal(value, expected[name]), name
@@ -74,9 +74,9 @@ def test_copies_and_meta_models_train_alike(rank, world_size):
         _, empty = sharded(net=tp_nets.Net().double())
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
-    for each in (copy.deepcopy(model), empty):
+    for net in (copy.deepcopy(model), empty):
         train_beside(
-            each, copy.deepcopy(plain), tp_nets.loss_of, lambda step: [*tp_nets.batches(1, step)] * 4, rank
+            net, copy.deepcopy(plain), tp_nets.loss_of, lambda step: [*tp_nets.batches(1, step)] * 4, rank
         )
 
 
@@ -87,11 +87,11 @@ def test_tied_parameters(rank, world_size):
     plain = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)).double()
     plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
     model = parallelize_module(copy.deepcopy(plain), tensor, plan)
-    for each in (plain, model):
-        each[1].weight = each[0].weight
+    for net in (plain, model):
+        net[1].weight = net[0].weight
     fully_shard(model, mesh=data)
-    for each in (plain, model):
-        each(torch.arange(4).view(1, 4)).square().sum().backward()
+    for net in (plain, model):
+        net(torch.arange(4).view(1, 4)).square().sum().backward()
     assert model[1].weight is model[0].weight
     torch.testing.assert_close(full(model[0].weight.grad), plain[0].weight.grad, rtol=0, atol=1e-12)
 
@@ -126,12 +126,12 @@ def test_pieces_of_parts_are_read_from_files_without_trust(rank, world_size, use
     _, data, tensor = tp_nets.mesh_of("flat")
     model: nn.Module = tp_nets.parallelize(tp_nets.net(), tensor, "columns")
     function = copy.deepcopy(model)
-    for each in (model, function):
-        for name, param in each.named_parameters():
+    for module in (model, function):
+        for name, param in module.named_parameters():
             param.noted = name
     model = FSDP(model, device_mesh=data, use_orig_params=use_orig_params)
-    for each in (model, fully_shard(function, mesh=data)) if use_orig_params else ():
-        for name, param in each.named_parameters():
+    for module in (model, fully_shard(function, mesh=data)) if use_orig_params else ():
+        for name, param in module.named_parameters():
             assert param.noted == name.removeprefix("_fsdp_wrapped_module.")
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         torch.save(model.state_dict(), tmp_path / f"{rank}")
@@ -175,12 +175,12 @@ def test_distributed_tensors_that_no_unit_owns_are_exported(rank, world_size, tm
     assert isinstance(model[1].running_mean, DTensor)
     checkpoint.export_safetensors(model, tmp_path)
     with torch.no_grad():
-        for each in (*model.parameters(), *model.buffers()):
-            each.fill_(1)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(1)
     checkpoint.import_safetensors(model, tmp_path)
-    found = dict(weight_source(model))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    exported = dict(weight_source(model))
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
     if whole:
         changes = weight_changes(model)
         with torch.no_grad():

@@ -69,8 +69,8 @@ def check(scenario: Scenario) -> None:
     data, *mesh = moe_nets.meshes(scenario["replicas"])
     ep, place = place_of(scenario["experts"], mesh)
     plain, model = moe_nets.net(), moe_nets.distribute(moe_nets.net(), ep)
-    for each in (plain, model):
-        for param in frozen_of(each, scenario["frozen"]):
+    for net in (plain, model):
+        for param in frozen_of(net, scenario["frozen"]):
             param.requires_grad_(False)
     dtype = None if scenario["precision"] == "none" else torch.float32
     several = scenario["replicas"] and scenario["reshard"] == 2
@@ -115,16 +115,16 @@ def side(seed: int, way: Any = fully_shard, classes: Any = api, columns: Any = N
     return mesh_nets.Side(model)
 
 
-def train(each: mesh_nets.Side, plain: mesh_nets.Side, steps: range) -> None:
-    """With clipped gradients, whose norms before are those of the plain one."""
+def train(sharded: mesh_nets.Side, plain: mesh_nets.Side, steps: range) -> None:
+    """Trains with clipped gradients; their norms before are the plain model's."""
     train_beside(
-        each.model,
+        sharded.model,
         plain.model,
         moe_nets.loss_of,
         lambda number: moe_nets.batches(number + steps.start),
         dist.get_rank(),
         steps=len(steps),
-        optimizers=(each.optimizer, plain.optimizer),
+        optimizers=(sharded.optimizer, plain.optimizer),
         clip=lambda model: full(clip_grad_norm_(model.parameters(), 0.3)),
         near={"rtol": 0, "atol": 1e-11},
     )
@@ -132,7 +132,7 @@ def train(each: mesh_nets.Side, plain: mesh_nets.Side, steps: range) -> None:
 
 @ranks(4)
 def test_clipped_steps_around_a_checkpoint_equal_those_of_a_plain_model(rank, world_size, tmp_path):
-    """Which also reads the checkpoint."""
+    """The plain model also reads the checkpoint."""
     plain, model = side(0, None), side(0)
     train(model, plain, range(3))
 
@@ -155,13 +155,13 @@ def test_torchs_classes_do_and_shards_are_those_of_upstream(rank, world_size):
     for columns in (None, Shard(1)):
         model = side(0, classes=torch_common, columns=columns)
         theirs = side(0, torch_fsdp.fully_shard, torch_common, columns)
-        for each in (model, theirs):
-            train(each, side(0, None), range(2))
+        for trained in (model, theirs):
+            train(trained, side(0, None), range(2))
         pairs = zip(model.model.state_dict().items(), theirs.model.state_dict().values())
-        for (name, found), expected in pairs:
-            assert found.placements == expected.placements, name
-            assert found.device_mesh == expected.device_mesh, name
-            torch.testing.assert_close(found.to_local(), expected.to_local(), **NEAR, msg=name)
+        for (name, param), expected in pairs:
+            assert param.placements == expected.placements, name
+            assert param.device_mesh == expected.device_mesh, name
+            torch.testing.assert_close(param.to_local(), expected.to_local(), **NEAR, msg=name)
 
 
 class Sums(nn.Module):
@@ -221,8 +221,8 @@ def test_each_mesh_averages_over_its_own_ranks(rank, world_size):
     edp, ep = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
     for number, (members, name) in enumerate(zip((range(4), edp, range(4), ep), layouts), 1):
         mean = number * sum(member + 1.0 for member in members) / len(members)
-        found = full(model.get_parameter(name).grad)
-        assert torch.equal(found, torch.full_like(found, mean)), name
+        grad = full(model.get_parameter(name).grad)
+        assert torch.equal(grad, torch.full_like(grad, mean)), name
     model.set_gradient_divide_factor(8.0)
     model.zero_grad()
     run(model, rank)
@@ -332,6 +332,6 @@ def test_parameters_get_values_after_sharding(rank, world_size):
     for (name, param), other in zip(model.named_parameters(), given.parameters()):
         assert torch.equal(full(param.detach()), full(other.detach())), name
         assert torch.equal(full(param.grad), full(other.grad)), name
-    found = dict(iter_full_params(model))
-    assert list(found) == ["dense", "own", "hybrid", "copied"]
-    assert all(torch.equal(value, full(given.get_parameter(name))) for name, value in found.items())
+    full_params = dict(iter_full_params(model))
+    assert list(full_params) == ["dense", "own", "hybrid", "copied"]
+    assert all(torch.equal(value, full(given.get_parameter(name))) for name, value in full_params.items())

@@ -61,7 +61,7 @@ class Stage(nn.Module):
 def numbers_of(schedule: str, place: int) -> tuple[int, ...]:
     if schedule in IN_V:
         return (place, 3 - place)
-    return tuple(place + 2 * each for each in range(PLACES[schedule]))
+    return tuple(place + 2 * stage for stage in range(PLACES[schedule]))
 
 
 def shard(stage: Stage, mesh: DeviceMesh, way: Any = fully_shard, **options: Any) -> Any:
@@ -131,7 +131,7 @@ class Pipeline:
         return counts
 
     def compare_and_update(self, step: int, atol: float = 1e-12, factor: int = 1) -> None:
-        """Gradients are the plain model's, so many times; both are updated."""
+        """Asserts that gradients are `factor` times the plain model's, and updates both."""
         for one, target in zip(*batches(step, self.data.size())):
             loss = nn.functional.mse_loss(nn.Sequential(*self.plain)(one), target)
             (factor * loss / self.data.size()).backward()
@@ -149,7 +149,7 @@ class Pipeline:
             self.compare_and_update(step, **options)
 
     def begin(self, schedule: Any) -> None:
-        """Lets the schedule infer shapes, by a step whose gradients go."""
+        """Lets the schedule infer shapes, by a step whose gradients are dropped."""
         self.step(schedule, 0)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -183,7 +183,10 @@ UNITS_ARE = [
 @ranks(4)
 @pytest.mark.parametrize(
     ("schedule", "kind"),
-    [each if each in FAST else pytest.param(*each, marks=pytest.mark.slow) for each in UNITS_ARE],
+    [
+        units_are if units_are in FAST else pytest.param(*units_are, marks=pytest.mark.slow)
+        for units_are in UNITS_ARE
+    ],
 )
 def test_units_are_gathered_seldom_and_reduced_once_in_a_step(rank, world_size, schedule, kind):
     with compat.install(fully_shard=True):
@@ -298,7 +301,10 @@ def test_stages_that_torch_does_not_know(rank, world_size, schedule, reshard):
 @ranks(4)
 @pytest.mark.parametrize(
     "schedule",
-    ["1F1B", *(pytest.param(each, marks=pytest.mark.slow) for each in [*PLACES][:4] if each != "1F1B")],
+    [
+        "1F1B",
+        *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in [*PLACES][:4] if schedule != "1F1B"),
+    ],
 )
 def test_the_user_ends_the_backwards_of_stages_that_torch_does_not_know(rank, world_size, schedule):
     pipeline = Pipeline(schedule, 2).shard(reshard_after_forward=False)

@@ -60,13 +60,13 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
     shard_blocks(theirs, torchs.replicate, mesh=mesh)
     ddp = DDP(net())
     models = {"apart": apart, "together": together, "torch's": theirs, "DDP": ddp}
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in models.values()]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in models.values()]
     for step in range(3):
         counts: dict[str, dict[str, int]] = {}
         for name, model in models.items():
-            with count_collectives(objects=False) as found:
+            with count_collectives(objects=False) as counted:
                 backward(model, batches(step, world_size)[rank])
-            counts[name] = {kind: traffic.calls for kind, traffic in found.items()}
+            counts[name] = {kind: traffic.calls for kind, traffic in counted.items()}
         units = len(apart.blocks) + 1
         assert counts["apart"] == counts["torch's"] == {"all_reduce": units}
         assert counts["together"] == {"all_reduce": 1 if step else units}
@@ -82,9 +82,9 @@ def test_steps_and_collectives_beside_those_of_torch_and_ddp(rank, world_size):
     for step, synced in enumerate([False, False, True]):
         apart.set_requires_gradient_sync(synced)
         apart.set_is_last_backward(synced)
-        with count_collectives() as found:
+        with count_collectives() as counted:
             backward(apart, batches(step, world_size)[rank])
-        assert [*found] == ["all_reduce"] * synced and (not synced or found["all_reduce"].calls == units)
+        assert [*counted] == ["all_reduce"] * synced and (not synced or counted["all_reduce"].calls == units)
         backward(ddp, batches(step, world_size)[rank])
         if not synced:
             assert not any(full(param.grad).any() for param in apart.parameters())
@@ -154,13 +154,13 @@ def test_parameters_get_values_after_replicating_and_are_those_that_modules_comp
         lambda module, _: seen.update((name, param.data_ptr()) for name, param in module.named_parameters())
     )
     for step in range(2):
-        for each in (model, twin):
-            backward(each, batches(step, 2)[rank])
+        for trained in (model, twin):
+            backward(trained, batches(step, 2)[rank])
         assert seen == where, "no copy"
         seen.clear()
         assert_same(model, twin)
-        for each in (model, twin):
-            torch.optim.SGD(each.parameters(), lr=0.1).step()
+        for trained in (model, twin):
+            torch.optim.SGD(trained.parameters(), lr=0.1).step()
 
 
 WAYS: dict[str, list[Any]] = {
@@ -191,16 +191,16 @@ def test_units_of_both_kinds_in_one_model(rank, world_size, way):
     """Norms are told by what a model of each kind is clipped by, torch's own function among them."""
     model, ddp = made(way), DDP(net())
     by = {"wrapper": lambda _, bound: model.clip_grad_norm_(bound), "replicated": nn.utils.clip_grad_norm_}
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, ddp)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in (model, ddp)]
     for step in range(3):
-        for each in (model, ddp):
-            backward(each, batches(step, world_size)[rank])
-        found, expected = (
-            clip(each.parameters(), 0.5)
-            for clip, each in ((by.get(way, clip_grad_norm_), model), (nn.utils.clip_grad_norm_, ddp))
+        for trained in (model, ddp):
+            backward(trained, batches(step, world_size)[rank])
+        norm, expected = (
+            clip(net.parameters(), 0.5)
+            for clip, net in ((by.get(way, clip_grad_norm_), model), (nn.utils.clip_grad_norm_, ddp))
         )
         assert expected > 0.5
-        torch.testing.assert_close(full(found), expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(full(norm), expected, rtol=1e-12, atol=0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -230,8 +230,8 @@ def test_states_are_exchanged(rank, world_size, saved, loaded, way, tmp_path):
         side.optimizer.zero_grad()
     one.give(other, way, tmp_path)
     assert_same_sides(other, one)
-    for each in (one, other):
-        backward(each.model, batches(9, world_size)[rank])
+    for given in (one, other):
+        backward(given.model, batches(9, world_size)[rank])
     assert_same(one.model, other.model)
 
 

@@ -76,7 +76,7 @@ DTYPES: dict[str, dict[str, Any]] = {
 
 
 def place_over(size: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Matrices by their second dimension, where so many ranks divide what is left of it."""
+    """Shards matrices along their second dimension, where the ranks divide this rank's part of it."""
 
     def place(param: nn.Parameter) -> Shard | None:
         local = param.to_local() if isinstance(param, DTensor) else param
@@ -126,8 +126,8 @@ def check(mesh_of: Callable[[str], Any], scenario: Scenario) -> None:
     _, data, tensor = mesh_of(mesh)
     plain, model = tp_nets.net_for(mesh), tp_nets.net_for(mesh, scenario["checkpointing"])
     tp_nets.parallelize(model, tensor, scenario["plan"])
-    for each in (plain, model):  # afterwards: what it distributes needs gradients
-        tp_nets.freeze(each, scenario["frozen"])
+    for net in (plain, model):  # afterwards: what it distributes needs gradients
+        tp_nets.freeze(net, scenario["frozen"])
     make = by_wrapper if scenario["front"] in ("flat", "orig") else by_function
     shown = make(model, data, scenario, travel_together_bytes=scenario["together"])
     set_gradients_in_place(shown, scenario["in_place"])
@@ -139,7 +139,7 @@ def check(mesh_of: Callable[[str], Any], scenario: Scenario) -> None:
         lambda number: tp_nets.batches(data.size(), number),
         tp_nets.place_in(data),
         accumulation=scenario["accumulation"],
-        clip=p and (lambda each: clip(each, 0.1, p)),
+        clip=p and (lambda net: clip(net, 0.1, p)),
         near=NEAR if scenario["precision"] == "none" else {"rtol": 0, "atol": 2e-5},
     )
 
@@ -226,17 +226,17 @@ def test_a_sum_of_parts_is_in_the_reduce_dtype(rank, world_size, op):
     dist.all_reduce(whole)
     param = distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0) if op == "sum" else Replicate()])
     sums = PartialSums([LocalPart.of(param)], torch.float32)
-    (found,) = sums.take([(0, DTensor.from_local(own, mesh, [Partial(op)]))], [[]], [False], waits=False)
+    (total,) = sums.take([(0, DTensor.from_local(own, mesh, [Partial(op)]))], [[]], [False], waits=False)
     expected = whole[2 * rank : 2 * rank + 2] if op == "sum" else whole / 4
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
 
 
 def with_gradients(mesh_name: str, plan: str, way: Any = fully_shard) -> tuple[nn.Module, nn.Module]:
     _, data, tensor = tp_nets.mesh_of(mesh_name)
     plain, model = tp_nets.net(), tp_nets.parallelize(tp_nets.net(), tensor, plan)
     shard_blocks(model, way, mesh=data)
-    for each in (plain, model):
-        tp_nets.loss_of(each, tp_nets.batches(1, 0)[0], plan)
+    for net in (plain, model):
+        tp_nets.loss_of(net, tp_nets.batches(1, 0)[0], plan)
     return model, plain
 
 
@@ -249,11 +249,10 @@ def test_clipping_by_torchs_own_function_equals_that_of_a_plain_model(rank, worl
     ):
         for p in (1.0, 3.5, math.inf):
             model, plain = with_gradients(mesh, plan, way)
-            found, expected = (
-                nn.utils.clip_grad_norm_(each.parameters(), 0.01, p, foreach=foreach)
-                for each in (model, plain)
+            norm, expected = (
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01, p, foreach=foreach) for net in (model, plain)
             )
-            torch.testing.assert_close(full(found), expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(full(norm), expected, rtol=1e-12, atol=0)
             assert_same_gradients(model, plain, {"rtol": 0, "atol": 1e-13})
     model, _ = with_gradients("flat", "columns")  # on several meshes, which it refuses
     with pytest.raises(RuntimeError):
@@ -296,7 +295,7 @@ def wrapped(
 
 
 def train(plain: nn.Module, model: nn.Module, mesh: str = "flat") -> None:
-    """Leaves both with gradients, of the same batches."""
+    """Runs a backward of the same batches on both."""
     data = tp_nets.mesh_of(mesh)[1]
     tokens = tp_nets.batches(data.size(), 3)
     tp_nets.loss_of(plain, tokens.flatten(0, 1))
@@ -351,9 +350,9 @@ def test_edits_are_kept(rank, world_size, use_orig_params, rank0_only, how):
         plain.blocks[0].up.weight.mul_(3)
         plain.blocks[0].up.weight.grad.mul_(2)
     with FSDP.summon_full_params(model, with_grads=True):
-        for (name, found), param in zip(model.module.named_parameters(), plain.parameters()):
-            torch.testing.assert_close(full(found), param, rtol=0, atol=0, msg=name)
-            torch.testing.assert_close(full(found.grad), param.grad, **NEAR, msg=name)
+        for (name, own), param in zip(model.module.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(full(own), param, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(full(own.grad), param.grad, **NEAR, msg=name)
     fronts.assert_same_values(model, plain)
 
 
@@ -388,21 +387,21 @@ def test_state_dicts_are_those_of_upstream(rank, world_size, ways, mesh, plan):
         shard_blocks(tp_nets.parallelize(net, tensor, plan), way, mesh=data)
         for net, way in zip(nets, (ways[0], ways[1], ways[1]))
     )
-    for found, expected in (
+    for state, expected in (
         (ours.state_dict(), theirs.state_dict()),
         (torch_functions.get_model_state_dict(ours), torch_functions.get_model_state_dict(theirs)),
     ):
-        assert list(found) == list(expected)
+        assert list(state) == list(expected)
         for name, value in expected.items():
-            assert type(found[name]) is type(value) is DTensor
-            assert found[name].placements == value.placements, name
-            assert found[name].device_mesh == value.device_mesh, name
-            assert torch.equal(found[name].to_local(), value.to_local()), name
+            assert type(state[name]) is type(value) is DTensor
+            assert state[name].placements == value.placements, name
+            assert state[name].device_mesh == value.device_mesh, name
+            assert torch.equal(state[name].to_local(), value.to_local()), name
     assert not ours.load_state_dict(others.state_dict()).missing_keys
     for (name, param), other in zip(ours.named_parameters(), others.parameters()):
         assert torch.equal(param.to_local(), other.to_local()), name
-    for each in (ours, others):
-        tp_nets.loss_of(each, tp_nets.batches(1, 0)[0], plan)
+    for trained in (ours, others):
+        tp_nets.loss_of(trained, tp_nets.batches(1, 0)[0], plan)
     assert_same_gradients(ours, others)
     options = torch_functions.StateDictOptions(full_state_dict=True)
     whole: Any = torch_functions.get_model_state_dict(ours, options=options)
@@ -430,27 +429,27 @@ def made(way: Any, mesh_name: str, plan: str, **options: Any) -> nn.Module:
 
 def counted(model: Any, plan: str, letters: str) -> dict[tuple[int, str], Traffic]:
     """What each backward of the third step takes, forward and all; the first steps compare units."""
-    found: dict[tuple[int, str], Traffic] = {}
+    totals: dict[tuple[int, str], Traffic] = {}
     for _ in range(3):
         model.zero_grad()
-        found.clear()
+        totals.clear()
         for number, letter in enumerate(letters):
             model.set_requires_gradient_sync(letter != "T")
             model.set_requires_all_reduce(letter != "C")
             with count_collectives() as counts:
                 tp_nets.loss_of(model, tp_nets.batches(1, 0)[0], plan)
             counts.pop("_wrap_tensor_autograd", None)  # which sends nothing
-            found.update(((number, kind), traffic) for kind, traffic in counts.items())
-    return found
+            totals.update(((number, kind), traffic) for kind, traffic in counts.items())
+    return totals
 
 
 def assert_placed_alike(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, param), other in zip(ours.named_parameters(), theirs.parameters()):
-        for found, expected in ((param, other), (param.grad, other.grad)):
+        for own, expected in ((param, other), (param.grad, other.grad)):
             if expected is not None:
-                assert found.device_mesh == expected.device_mesh, name
-                assert found.placements == expected.placements, name
-                assert found.to_local().shape == expected.to_local().shape, name
+                assert own.device_mesh == expected.device_mesh, name
+                assert own.placements == expected.placements, name
+                assert own.to_local().shape == expected.to_local().shape, name
 
 
 CASES = [
@@ -473,8 +472,8 @@ def test_shapes_and_collectives_are_at_most_those_of_upstream(rank, world_size, 
     assert_placed_alike(ours, theirs)
     most = 2 if reshard else 1  # each gathers in backward once more
     beside = most * BESIDE * len(list(ours.parameters())) * MESHES[mesh][0][-2]
-    own, upstream = (counted(each, plan, letters) for each in (ours, theirs))
-    for each in own.keys() | upstream.keys():
-        assert own.get(each, Traffic()).calls <= upstream.get(each, Traffic()).calls, each
-        assert own.get(each, Traffic()).bytes <= upstream.get(each, Traffic()).bytes + beside, each
+    own, upstream = (counted(net, plan, letters) for net in (ours, theirs))
+    for key in own.keys() | upstream.keys():
+        assert own.get(key, Traffic()).calls <= upstream.get(key, Traffic()).calls, key
+        assert own.get(key, Traffic()).bytes <= upstream.get(key, Traffic()).bytes + beside, key
     assert_placed_alike(ours, theirs)

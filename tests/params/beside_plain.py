@@ -26,12 +26,12 @@ def zero(*modules: nn.Module) -> None:
 
 def assert_mean_gradients(plain: nn.Module, model: nn.Module, told: Any = "", **tolerance: Any) -> None:
     """Gradients are the means of those that the ranks' plain models have, zeros where there is none."""
-    found = full_grads(model)
+    grads = full_grads(model)
     for name, param in plain.named_parameters():
         grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
         dist.all_reduce(grad)
         said = f"{told} {name}: {{}}".format
-        torch.testing.assert_close(found[name], grad / dist.get_world_size(), msg=said, **tolerance)
+        torch.testing.assert_close(grads[name], grad / dist.get_world_size(), msg=said, **tolerance)
 
 
 def step_beside(plain: nn.Module, model: nn.Module, rank: int, told: Any = "") -> None:

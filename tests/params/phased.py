@@ -160,10 +160,10 @@ class Eights(Phased):
         return cls._valued(codes.T, scales[: len(codes) // cls.block].T, dtype).T
 
     @classmethod
-    def _unpad(cls, pair: Sequence[torch.Tensor], ranks: int, each: int) -> Pair:
-        """Drops each rank's own padding: `each` values of a column share a scale."""
+    def _unpad(cls, pair: Sequence[torch.Tensor], ranks: int, per_scale: int) -> Pair:
+        """Drops the padding of every rank: `per_scale` values of a column share a scale."""
         codes, scales = pair
-        rows = len(codes) // ranks // each
+        rows = len(codes) // ranks // per_scale
         return codes, scales.unflatten(0, (ranks, -1))[:, :rows].flatten(0, 1)
 
     def joined_rows(self, pair: Sequence[torch.Tensor], ranks: int) -> Pair:  # type: ignore[override]

@@ -62,7 +62,7 @@ class Mute(torch.Tensor):
         first = args[0]
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default):
             kept = {key: value for key, value in (kwargs or {}).items() if key != "dtype"}
-            return cls(*(func(each, **kept) for each in (first.rows, first.scales, first.added)))
+            return cls(*(func(part, **kept) for part in (first.rows, first.scales, first.added)))
         if func is aten.view.default:
             return cls(first.rows, first.scales, first.added)  # only ever as it is
         if func is aten.slice.Tensor:
@@ -132,7 +132,7 @@ class Rounded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        unwrapped = tree_map_only(cls, lambda each: each.values_, (args, kwargs or {}))
+        unwrapped = tree_map_only(cls, lambda value: value.values_, (args, kwargs or {}))
         out = func(*unwrapped[0], **unwrapped[1])
         if func._schema.is_mutable:
             return args[0]

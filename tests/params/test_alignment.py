@@ -70,9 +70,9 @@ def test_dtensors_stay_whole_or_are_refused():
     with fake_ranks(1, 2):
         net = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32))
         model: Any = fully_shard(net, shard_alignment=1024)
-        found = {name: param.placements for name, param in model.named_parameters()}
-        assert found.pop("0.weight") == (Shard(0),)
-        assert set(found.values()) == {(Replicate(),)} and len(found) == 3
+        placements = {name: param.placements for name, param in model.named_parameters()}
+        assert placements.pop("0.weight") == (Shard(0),)
+        assert set(placements.values()) == {(Replicate(),)} and len(placements) == 3
         assert "aligned to 1024 elements ('0.bias', '1.weight', '1.bias' whole on every rank)" in repr(model)
         rows: Any = fully_shard(nn.Linear(7, 5), shard_alignment="rows")
         assert {param.placements for param in rows.parameters()} == {(Shard(0),)}
@@ -132,9 +132,9 @@ def test_state_by_rows_is_saved_and_cut_where_rows_are_whole(rank, world_size):
 
     plain = model_of(sharding_strategy=ShardingStrategy.NO_SHARD)
     model = model_of(shard_alignment="rows")
-    optimizers = [RowScaled(each.parameters(), 6) for each in (plain, model)]
-    for each, optimizer in zip((plain, model), optimizers):
-        each(batch(rank)).square().mean().backward()
+    optimizers = [RowScaled(net.parameters(), 6) for net in (plain, model)]
+    for net, optimizer in zip((plain, model), optimizers):
+        net(batch(rank)).square().mean().backward()
         optimizer.step()
     state = FSDP.optim_state_dict(model, optimizers[1])["state"]["weight"]
     expected = optimizers[0].state[next(plain.parameters())]["ends"]

@@ -51,10 +51,10 @@ def train_both(model: nn.Module, plain: nn.Module) -> None:
 
 
 def assert_equal_state(model: nn.Module, plain: nn.Module, tolerance: float) -> None:
-    found = model.state_dict()
+    state = model.state_dict()
     for name, expected in plain.state_dict().items():
-        assert found[name].dtype == expected.dtype, name
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=tolerance)
+        assert state[name].dtype == expected.dtype, name
+        torch.testing.assert_close(state[name], expected, rtol=0, atol=tolerance)
 
 
 # Data that are replaced.
@@ -187,7 +187,7 @@ def test_repr_is_one_line_per_unit(rank, world_size):
     model = per_block(net, use_orig_params=True, shared_memory=False)
     lines = [line.strip() for line in repr(model).splitlines() if "SHARD" in line]
     pieces = [[*unit.parameters(recurse=False)] for unit in (net[0], net[3], model[1].up, model[1].down)]
-    low, frozen, *block = (sum(map(torch.numel, each)) for each in pieces)
+    low, frozen, *block = (sum(map(torch.numel, of_unit)) for of_unit in pieces)
     assert len(lines) == 3 and lines[:2] == [
         f"FULL_SHARD, rank {rank} of 2, holds {low} of 42 bfloat16, {frozen} of 21 float32 (frozen)",
         f"FULL_SHARD, rank {rank} of 2, holds {sum(block)} of 71 float32",
@@ -210,13 +210,13 @@ def test_how_a_wrapper_was_set_up_can_be_read(rank, world_size):
         "limit_all_gathers": False,
     }
     model = per_block(Net(), use_orig_params=True, **options)
-    for each in FSDP.fsdp_modules(copy.deepcopy(model)) + FSDP.fsdp_modules(model):
-        assert {name: getattr(each, name) for name in options} == options
-        assert (each.rank, each.world_size) == (dist.get_rank(group), world_size)
-        assert each.compute_device == torch.device("cpu")
+    for wrapper in FSDP.fsdp_modules(copy.deepcopy(model)) + FSDP.fsdp_modules(model):
+        assert {name: getattr(wrapper, name) for name in options} == options
+        assert (wrapper.rank, wrapper.world_size) == (dist.get_rank(group), world_size)
+        assert wrapper.compute_device == torch.device("cpu")
         with pytest.raises(AttributeError):
-            each.cpu_offload = CPUOffload()  # type: ignore[misc]
-    held = sum(param.numel() for each in FSDP.fsdp_modules(model) for param in each.params)
+            wrapper.cpu_offload = CPUOffload()  # type: ignore[misc]
+    held = sum(param.numel() for unit in FSDP.fsdp_modules(model) for param in unit.params)
     full = sum(param.numel() for param in Net().parameters())
     assert full / world_size <= held < full / world_size + 4 * len(FSDP.fsdp_modules(model))
     default = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4))))

@@ -122,10 +122,12 @@ class _Adapted(nn.Module):
 class _Adapters:
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for module in model.modules() if isinstance(module, _Switched)]
-        names = [[name for name, child in model.named_modules() if child is each] for each in self.modules]
+        names = [
+            [name for name, child in model.named_modules() if child is module] for module in self.modules
+        ]
         # Of the wrapper's flat form only the unit around the module has parameters.
         self.units = [model.get_submodule(name.removesuffix("._fsdp_wrapped_module")) for (name,) in names]
-        self.params = [[each for each in unit.parameters() if each.requires_grad] for unit in self.units]
+        self.params = [[param for param in unit.parameters() if param.requires_grad] for unit in self.units]
 
     def switch(self, on: bool, which: slice = slice(None)) -> None:
         for module, params in zip(self.modules[which], self.params[which]):

@@ -95,7 +95,7 @@ class Ranks:
 
     @property
     def travelling(self) -> torch.Tensor:
-        buffers = [torch.full((each.layout.shard_numel,), 9.0, dtype=each.dtype) for each in self.params]
+        buffers = [torch.full((param.layout.shard_numel,), 9.0, dtype=param.dtype) for param in self.params]
         for sharded, buffer in zip(self.params, buffers):
             sharded.write_shard(buffer)
         return torch.cat(buffers)
@@ -110,14 +110,14 @@ class Ranks:
                 for box, part in zip(boxes, sharded.layout.split(index, value)):
                     box.copy_(torch.full_like(part, -0.0) if grad is None else part)
             sharded.layout.note_used(sharded.layout.notes(buffer), mine)
-        shards = [each.clone() for each in functools.reduce(operator.add, buffers).chunk(self.size)]
+        shards = [chunk.clone() for chunk in functools.reduce(operator.add, buffers).chunk(self.size)]
         for sharded, shard, mine in zip(self.params, shards, used):
             asked = [frozen or source.requires_grad for source in sharded.sources]
             sharded.gradients.add(shard, sharded.layout.used_by_any(shard, mine, asked))
 
     def gradients(self) -> list[Any]:
-        pieces = [[each.reshape(-1) for each in of_all if each is not None] for of_all in self._grads()]
-        return [torch.cat(each) if each else None for each in pieces]
+        pieces = [[grad.reshape(-1) for grad in of_all if grad is not None] for of_all in self._grads()]
+        return [torch.cat(own) if own else None for own in pieces]
 
     def _grads(self) -> Iterator[tuple[Any, ...]]:
         return zip(*(sharded.gradients.pieces() for sharded in self.params))
@@ -169,7 +169,7 @@ def test_the_shards_of_all_ranks_side_by_side_are_what_travels(kind, size):
             (torch.bfloat16,) * 2,
         ):
             packed = torch.full((layout.numel,), 7.0, dtype=dtype)
-            layout.packer(packed)([each.to(given) for each in ranks.originals])
+            layout.packer(packed)([source.to(given) for source in ranks.originals])
             notes = packed.view(size, -1)[:, layout.shard_numel - layout.noted_numel :]
             assert bool((notes == 1).all()), "all parameters are used"
             notes.zero_()
@@ -204,12 +204,14 @@ def test_intervals_tell_what_ranks_hold_in_their_order(kind, size):
     ranks = Ranks(kind, size)
     intervals = [sharded.intervals() for sharded in ranks.params]
     for index, original in enumerate(ranks.originals):
-        of_all = [each[index] for each in intervals if each[index].data.numel()]
-        assert [each.start for each in of_all[1:]] == [each.stop for each in of_all[:-1]]
-        assert sum(each.data.numel() for each in of_all) == original.numel()
-        assert all(torch.equal(each[index].own(original), each[index].data) for each in intervals)
+        of_all = [of_rank[index] for of_rank in intervals if of_rank[index].data.numel()]
+        assert [piece.start for piece in of_all[1:]] == [piece.stop for piece in of_all[:-1]]
+        assert sum(piece.data.numel() for piece in of_all) == original.numel()
+        assert all(torch.equal(of_rank[index].own(original), of_rank[index].data) for of_rank in intervals)
     for rank, (sharded, own) in enumerate(zip(ranks.params, intervals)):
-        assert [each[rank] for each in sharded.layout.held_by_rank()] == [each.data.numel() for each in own]
+        assert [counts[rank] for counts in sharded.layout.held_by_rank()] == [
+            piece.data.numel() for piece in own
+        ]
         for interval, source, original in zip(own, sharded.sources, ranks.originals):
             assert interval.source is source and interval.fqn in SHAPES
             like_source = original if kind == "dtensor" else source.detach()
@@ -316,14 +318,14 @@ def numbers(size: int) -> list[list[torch.Tensor | None]]:
 def test_sums_reach_the_shards_of_what_any_rank_has_used(kind, size):
     ranks, drawn = Ranks(kind, size), numbers(size)
     sums = [
-        sum((each for each in of_all if each is not None), torch.zeros(original.shape)).reshape(-1)
+        sum((grad for grad in of_all if grad is not None), torch.zeros(original.shape)).reshape(-1)
         for original, of_all in zip(ranks.originals, zip(*drawn))
     ]
     for times in (1, 2):
         ranks.reduce(drawn)
-        for name, found, expected in zip(SHAPES, ranks.gradients(), sums):
+        for name, total, expected in zip(SHAPES, ranks.gradients(), sums):
             assert (
-                found is None if name == "cube" and kind != "flat" else torch.equal(found, times * expected)
+                total is None if name == "cube" and kind != "flat" else torch.equal(total, times * expected)
             )
     for rank, sharded in enumerate(ranks.params):
         present = [source.grad is not None for source in sharded.sources]
@@ -350,7 +352,7 @@ def test_sums_reach_the_shards_of_what_any_rank_has_used(kind, size):
 def _memories(sharded):
     """The sum of all gradients, and the number of memories that they lie in."""
     held = [grad for grad in sharded.gradients.pieces() if grad is not None and grad.numel()]
-    return {sum(grad.sum().item() for grad in held): len({each.untyped_storage()._cdata for each in held})}
+    return {sum(grad.sum().item() for grad in held): len({grad.untyped_storage()._cdata for grad in held})}
 
 
 @each_kind
@@ -386,12 +388,12 @@ def test_who_used_what_is_known_where_it_must_be(kind):
         shard = torch.zeros(sharded.layout.shard_numel, dtype=sharded.dtype)
         wanted = [True, False, True, True, False, True]
         sharded.layout.note_in_shard(shard, wanted)
-        found = sharded.layout.used_by_any(shard, [False] * 6, [True] * 6)
+        used = sharded.layout.used_by_any(shard, [False] * 6, [True] * 6)
         pieces = [piece.numel() > 0 for piece in sharded.layout.pieces(shard)]
         if kind == "flat":
-            assert any(found)
+            assert any(used)
         else:
-            assert [*found] == (wanted if kind == "dtensor" else [*map(operator.and_, wanted, pieces)])
+            assert [*used] == (wanted if kind == "dtensor" else [*map(operator.and_, wanted, pieces)])
 
 
 @each_kind
@@ -559,7 +561,7 @@ def test_full_memory_is_free_before_that_of_gradients_is_made():
         return buffers
 
     def looking(*args: Any) -> Any:
-        held.append(sum(each.data.untyped_storage().nbytes() for each in buffers))
+        held.append(sum(buffer.data.untyped_storage().nbytes() for buffer in buffers))
         return gradients(*args)
 
     with fake_ranks(0, 2), mock.patch.object(segment.Segment, "_make_buffers", noted):

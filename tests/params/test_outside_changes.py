@@ -96,11 +96,11 @@ def test_states_and_summoning_do_not_drop_a_parameter_that_was_replaced(rank, wo
 def test_parameters_written_between_forward_and_backward(rank, world_size, front):
     training = Training(front, rank)
     params = [*training.block.parameters()]
-    param = next(each for each in params if local_numel(each))
+    param = next(candidate for candidate in params if local_numel(candidate))
 
     def step(**kind: Any) -> None:
-        for each in params:
-            each.grad = torch.ones_like(each)
+        for weight in params:
+            weight.grad = torch.ones_like(weight)
         torch.optim.AdamW(params, lr=0.1, **kind).step()
 
     def write() -> None:

@@ -65,12 +65,12 @@ def test_training_is_that_of_torchs_fully_shard_to_the_bit(rank, world_size, kin
     theirs = sharded(plain(kind), torch_fsdp.fully_shard, reshard_after_forward=reshards)
     wanted, asked = losses_and_gradients(theirs, rank, world_size), [*kind.told]
     with installed():
-        found = losses_and_gradients(sharded(plain(kind), reshard_after_forward=reshards), rank, world_size)
+        results = losses_and_gradients(sharded(plain(kind), reshard_after_forward=reshards), rank, world_size)
         assert kind.told == asked
     assert asked[: 4 * BLOCKS] == (
         [FORWARD] * 2 * BLOCKS + [BACKWARD] * 2 * BLOCKS if reshards else [BOTH] * 4 * BLOCKS
     )
-    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert len(results) == len(wanted) and all(map(torch.equal, results, wanted))
 
 
 SPACE: dict[str, Any] = {
@@ -305,7 +305,7 @@ def test_full_parameters_left_by_a_backward_do_not_serve_a_forward(rank, world_s
 @ranks(4)
 def test_state_over_replicas_keeps_no_part_for_another_use(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found = []
+    both = []
     for over in (False, True):
         with installed():
             model = sharded(plain(Fours), mesh=mesh, state_over_replicas=over)
@@ -317,8 +317,8 @@ def test_state_over_replicas_keeps_no_part_for_another_use(rank, world_size):
                 losses[-1].backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append(torch.stack(losses))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
+            both.append(torch.stack(losses))
+    torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=0)
 
 
 @ranks(2)

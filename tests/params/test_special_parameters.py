@@ -49,8 +49,8 @@ def test_ignored_states_stay_whole_and_local(rank, world_size):
         own = dict(zip(kept, torch.autograd.grad(local, [plain.get_parameter(name) for name in kept])))
         (sum(loss_of(plain, tokens(r, 0)) for r in range(world_size)) / world_size).backward()
         for name, param in plain.named_parameters():
-            found, expected = (kept[name].grad, own[name]) if name in kept else (sharded[name], param.grad)
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=name)
+            grad, expected = (kept[name].grad, own[name]) if name in kept else (sharded[name], param.grad)
+            torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12, msg=name)
         state = model.state_dict()
         assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
     # Clipping counts gradients once that are the same on all ranks, as after a reduction of the user's own.
@@ -157,7 +157,7 @@ def _loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(number: int) -> list[torch.Tensor]:
-    """The same for all ranks."""
+    """Returns a batch that is the same for all ranks."""
     return [torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(number))]
 
 

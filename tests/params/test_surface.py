@@ -90,7 +90,7 @@ COPIES = (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(valu
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> Any:
-    """What may be refused, but must not crash."""
+    """Calls what may be refused, but must not crash."""
     try:
         return fn(*args)
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, pickle.PicklingError):
@@ -146,11 +146,11 @@ class Walk:
 
     def copies(self, path: str, module: nn.Module) -> None:
         for way in COPIES:
-            found = attempt(way, module)
-            if found is not None:
-                wrapped = any(isinstance(child, FSDP) for child in found.modules())
+            copied = attempt(way, module)
+            if copied is not None:
+                wrapped = any(isinstance(child, FSDP) for child in copied.modules())
                 assert way in (copy.copy, copy.deepcopy) or not wrapped
-                self.over(f"a copy of {path}", [*found.parameters(), *found.buffers(), vars(found)])
+                self.over(f"a copy of {path}", [*copied.parameters(), *copied.buffers(), vars(copied)])
 
 
 def walk(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
@@ -218,7 +218,7 @@ class Situations:
             attempt(module.get_buffer, "offset")
         for param, flag in trainable:
             param.requires_grad_(flag)
-        self.model.apply(lambda each: Walk().over("inside apply", list(each.parameters(recurse=False))))
+        self.model.apply(lambda child: Walk().over("inside apply", list(child.parameters(recurse=False))))
 
     def summon(self, **options: Any) -> None:
         with FSDP.summon_full_params(self.model, **options):

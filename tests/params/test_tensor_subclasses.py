@@ -77,7 +77,7 @@ def plain_net(hidden: int = HIDDEN, checkpointed: bool = False, seed: int = 0) -
 
 def converted(net: nn.Sequential, kind: Any = Rounded, frozen: bool = False) -> nn.Sequential:
     net = copy.deepcopy(net)
-    for layer in (each for each in net.modules() if isinstance(each, Rounding)):
+    for layer in (module for module in net.modules() if isinstance(module, Rounding)):
         layer.rounds = False
         make = Packed.of if kind is Packed else kind
         layer.weight = nn.Parameter(make(layer.weight.detach()), requires_grad=not frozen)
@@ -142,7 +142,7 @@ def test_training_is_that_of_a_plain_model_that_rounds(rank, world_size, scenari
         shared_memory=scenario["shared_memory"],
         travel_together_bytes=scenario["together"],
     )
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (reference, model)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in (reference, model)]
     batches = torch.Generator().manual_seed(1)
     for step in range(3):
         for syncs in scenario["accumulation"]:
@@ -159,7 +159,7 @@ def test_training_is_that_of_a_plain_model_that_rounds(rank, world_size, scenari
 
 
 def steps(model: Any, number: int = 2, world_size: int = 1, part: int | None = None) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.1)
     batches, outputs = torch.Generator().manual_seed(3), []
     for _ in range(number):
         x = torch.randn(world_size, 2, WIDTH, dtype=torch.float64, generator=batches)
@@ -179,7 +179,7 @@ def test_a_subclass_is_told_of_the_whole(rank, world_size):
     with torch.no_grad():
         model(torch.randn(2, WIDTH, dtype=torch.float64))
     assert len(Rounded.asked) == 6
-    for asked, layer in zip(Rounded.asked, [each for block in model[:3] for each in (block.up, block.down)]):
+    for asked, layer in zip(Rounded.asked, [part for block in model[:3] for part in (block.up, block.down)]):
         assert asked == (mesh["shard"], layer.weight.shape, (layer.weight.shape[1], 1), layer, policy)
         assert layer.weight.dtype == torch.float64
     model[0].unshard()
@@ -189,16 +189,16 @@ def test_a_subclass_is_told_of_the_whole(rank, world_size):
 @ranks(2)
 def test_frozen_ones_are_gathered_as_they_are_stored(rank, world_size):
     reference, model = plain_net(), sharded(converted(plain_net(), Packed, frozen=True), shared_memory=False)
-    for layer in (each for each in reference.modules() if isinstance(each, Rounding)):
+    for layer in (module for module in reference.modules() if isinstance(module, Rounding)):
         layer.rounds = False
         layer.weight = nn.Parameter(Packed.of(layer.weight.detach()).values(), False)
     wanted = steps(reference, world_size=world_size)
     with record_events() as events, count_collectives(objects=False) as counted:
-        found = steps(model, world_size=world_size, part=rank)
-    for one, other in zip(found, wanted):
+        results = steps(model, world_size=world_size, part=rank)
+    for one, other in zip(results, wanted):
         torch.testing.assert_close(one, other[rank], rtol=0, atol=1e-12)
     unit = model[0]
-    assert {type(each.weight.to_local()) for each in (unit.up, unit.down)} == {Packed}
+    assert {type(part.weight.to_local()) for part in (unit.up, unit.down)} == {Packed}
     assert unit.up.weight.grad is None
     packed = HIDDEN * WIDTH + 4 * HIDDEN, WIDTH * HIDDEN + 4 * WIDTH
     assert 3 * 4 * sum(packed) <= counted["all_gather_into_tensor"].bytes
@@ -336,7 +336,7 @@ def inputs(world_size: int, seed: int = 3) -> torch.Tensor:
 
 
 def train(model: Any, reference: nn.Module, rank: int, world_size: int) -> None:
-    trained = [[each for each in which.parameters() if each.requires_grad] for which in (model, reference)]
+    trained = [[param for param in which.parameters() if param.requires_grad] for which in (model, reference)]
     for step in range(3):
         x = inputs(world_size, step)
         wanted = [reference(part).square().mean() for part in x]
@@ -350,15 +350,15 @@ def train(model: Any, reference: nn.Module, rank: int, world_size: int) -> None:
             optimizer.zero_grad()
 
 
-def assert_same_state(found: Any, wanted: Any) -> None:
-    assert list(found) == list(wanted)
+def assert_same_state(actual: Any, wanted: Any) -> None:
+    assert list(actual) == list(wanted)
     for name, value in wanted.items():
-        assert type(found[name]) is type(value), name
+        assert type(actual[name]) is type(value), name
         if type(value) is Mute:
             for inner in ("rows", "scales", "added"):
-                assert torch.equal(getattr(found[name], inner), getattr(value, inner)), (name, inner)
+                assert torch.equal(getattr(actual[name], inner), getattr(value, inner)), (name, inner)
         else:
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-12)
 
 
 FAST = ("full", "hybrid", "checkpointed")
@@ -448,8 +448,8 @@ def test_full_parameters_are_of_the_subclass_and_may_be_edited(rank, world_size)
     with pytest.raises(ValueError, match="up.weight' was replaced inside summon_full_params"):
         with FSDP.summon_full_params(model):
             model[0].up.weight = nn.Parameter(torch.zeros(ROWS, WIDTH), requires_grad=False)
-    found, wanted = iter_full_params(model), reference.named_parameters()
-    assert_same_state(*({name: value.detach() for name, value in each} for each in (found, wanted)))
+    streamed, wanted = iter_full_params(model), reference.named_parameters()
+    assert_same_state(*({name: value.detach() for name, value in params} for params in (streamed, wanted)))
     twin = copy.deepcopy(model)
     with FSDP.summon_full_params(twin), torch.no_grad():
         twin[0].up.weight.added.fill_(1.0)

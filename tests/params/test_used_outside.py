@@ -89,7 +89,7 @@ MIXED = "mixed torch.Tensor and DTensor"
 
 
 def refusal_of(way: str, front: str, sharding: str, mode: str) -> str | None:
-    """What refuses a way, if anything does; all else must be right."""
+    """Returns the error that refuses a way, or None where the gradient must be right."""
     if sharding == "none" and front != "composable":
         return None  # all ranks have all parameters, and show them
     if "whole" in way and front == "composable":
@@ -194,8 +194,8 @@ class Returns(nn.Module):
         self.first, self.giving = nn.Linear(WIDTH, WIDTH), Giving(how)
 
     def forward(self, x):
-        found = self.giving(self.first(x))
-        return torch.tanh(found[0]) @ found[1] if inner(self.giving).how == "lent" else found
+        given = self.giving(self.first(x))
+        return torch.tanh(given[0]) @ given[1] if inner(self.giving).how == "lent" else given
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -341,8 +341,8 @@ def test_changes_of_what_is_shown_are_refused(rank, world_size, front):
 def assert_own_gradient(plain: nn.Module, expected: Any, loss: Any, part: str, taken: Any) -> None:
     """`torch.autograd.grad` gives this rank's own gradient, reduced by no one."""
     (wanted,) = torch.autograd.grad(expected, layers_of(plain)[part].weight, retain_graph=True)
-    (found,) = torch.autograd.grad(loss, taken, retain_graph=True)
-    torch.testing.assert_close(found, wanted)
+    (grad,) = torch.autograd.grad(loss, taken, retain_graph=True)
+    torch.testing.assert_close(grad, wanted)
 
 
 def assert_backward_still_right(plain: nn.Module, model: nn.Module, expected: Any, loss: Any) -> None:

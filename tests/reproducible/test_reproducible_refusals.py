@@ -182,10 +182,8 @@ def test_no_sync_changes_nothing_and_is_the_users_again(rank, world_size, front)
     with no_sync(model):
         run(model, work.indices[:1])
     run(model, work.indices[1:])
-    for found, wanted in zip(
-        gradients(model), expected
-    ):  # plain sums again: of two backwards, over two ranks
-        torch.testing.assert_close(torch.tensor(found) / 2, torch.tensor(wanted))
+    for own, wanted in zip(gradients(model), expected):  # plain sums again: of two backwards, over two ranks
+        torch.testing.assert_close(torch.tensor(own) / 2, torch.tensor(wanted))
 
 
 @ranks(2)
@@ -218,7 +216,7 @@ def test_sums_without_an_average(rank, world_size):
     run(model, reproducible(model, micro_batches=COUNT).indices)
     run(other, reproducible(other, micro_batches=COUNT, average=False).indices)
     for mean, total in zip(gradients(model), gradients(other)):
-        assert [COUNT * each for each in mean] == total  # a power of two
+        assert [COUNT * value for value in mean] == total  # a power of two
 
 
 class Sparse(nn.Module):
@@ -259,8 +257,8 @@ def test_random_numbers_belong_to_micro_batches(rank, world_size):
     for index in work.micro_batches(5):
         drawn.append((index, torch.rand(1).item(), random.random()))
         loss_of(model, tokens(index, 0)).backward()
-    found = gather_objects(drawn)
-    every = sorted(each for of_rank in found for each in of_rank)
+    of_ranks = gather_objects(drawn)
+    every = sorted(draw for of_rank in of_ranks for draw in of_rank)
     assert [index for index, *_ in every] == [*range(COUNT)]
     assert len({number for _, *numbers in every for number in numbers}) == 2 * COUNT
     for index, number, other in every:

@@ -94,24 +94,24 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterable[tup
     for name, value in model.state_dict().items():
         yield name, full(value)
     if isinstance(model, FSDP):
-        found = ((name, key, value) for name, key, value in iter_full_optim_state(model, optimizer))
+        values = ((name, key, value) for name, key, value in iter_full_optim_state(model, optimizer))
     else:
         states = ((name, optimizer.state[param]) for name, param in model.named_parameters())
-        found = ((name, key, value) for name, state in states for key, value in state.items())
+        values = ((name, key, value) for name, state in states for key, value in state.items())
     own: list[tuple[str, torch.Tensor]] = [
         (f"{name} {key}", full(value).clone())
-        for name, key, value in found
+        for name, key, value in values
         if isinstance(value, torch.Tensor)
     ]
-    yield from sorted(own, key=lambda each: each[0])
+    yield from sorted(own, key=lambda named: named[0])
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    hashed = hashlib.blake2b(digest_size=8)
     for name, value in state_of(model, optimizer):
-        found.update(name.encode())
-        found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(name.encode())
+        hashed.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def steps_of(model: nn.Module, work: Any, optimizer: Any, steps: range, norm: float) -> Iterator[str]:
@@ -119,7 +119,7 @@ def steps_of(model: nn.Module, work: Any, optimizer: Any, steps: range, norm: fl
         for index in work.micro_batches(step):
             loss_of(model, tokens(index, step)).backward()
         if step == 0:  # two collectives for each parameter
-            yield from (f"{name} {each.item().hex()}" for name, each in grad_norms(model, norm).items())
+            yield from (f"{name} {value.item().hex()}" for name, value in grad_norms(model, norm).items())
         yield clip_grad_norm_(model, 0.5, norm).item().hex()
         optimizer.step()
         optimizer.zero_grad()
@@ -140,20 +140,20 @@ USUAL = How()
 def trained(rank: int, size: int, ways: Iterable[str], how: How) -> dict[str, str]:
     """Trains a model in each way; returns the norms and a digest of all values of each."""
     torch.set_num_threads(1)
-    found = {}
+    by_way = {}
     for way in ways:
         model = sharded(way, size)
         work = fsdp_wrap.reproducible(model, micro_batches=how.micro_batches)
         optimizer = OPTIMIZERS[how.optimizer](model)
         norms = [*steps_of(model, work, optimizer, range(how.steps), how.norm)]
-        found[way] = " ".join([*norms, digest(model, optimizer)])
-    return found
+        by_way[way] = " ".join([*norms, digest(model, optimizer)])
+    return by_way
 
 
 def outcomes(size: int, *ways: str, how: How = USUAL) -> set[str]:
     """Returns the different outcomes of some ways on so many ranks."""
     every = run_ranks(size, trained, ways, how)
-    assert all(each == every[0] for each in every), every
+    assert all(outcome == every[0] for outcome in every), every
     return set(every[0].values())
 
 
@@ -179,7 +179,7 @@ def test_many_ways():
     assert outcomes(3, "orig", "composable", "flat:NO_SHARD", how=how) == expected
     assert outcomes(4, "flat:2", "orig:4", "orig:SHARD_GRAD_OP", how=how) == expected
     six = run_isolated(trained, ("orig:2", "composable:3"), how, world_size=6)
-    assert set().union(*(each.value.values() for each in six)) == expected
+    assert set().union(*(end.value.values() for end in six)) == expected
 
 
 @pytest.mark.slow
@@ -215,8 +215,8 @@ def resumed(rank: int, size: int, way: str, folder: Path) -> str:
 def test_a_run_goes_on_at_another_number_of_ranks(tmp_path):
     run_ranks(4, saved, "orig", tmp_path)
     (expected,) = outcomes(1, "orig")
-    for found in run_ranks(2, resumed, "flat", tmp_path):
-        assert expected.endswith(found)
+    for outcome in run_ranks(2, resumed, "flat", tmp_path):
+        assert expected.endswith(outcome)
 
 
 def mean_gradients(rank: int, size: int) -> None:
@@ -235,8 +235,8 @@ def mean_gradients(rank: int, size: int) -> None:
     own = dict(plain.named_parameters())
     with FSDP.summon_full_params(model, with_grads=True):
         for name, param in model.named_parameters():
-            found = own[name.replace("_fsdp_wrapped_module.", "")].grad
-            torch.testing.assert_close(param.grad, found, rtol=1e-9, atol=1e-13)
+            grad = own[name.replace("_fsdp_wrapped_module.", "")].grad
+            torch.testing.assert_close(param.grad, grad, rtol=1e-9, atol=1e-13)
     assert isinstance(model.blocks[0].module, Block)
 
 
@@ -252,8 +252,8 @@ def test_backwards_for_inputs_alone_do_not_count(rank, world_size, front, name):
     plain, model = twins(front, slope_net, torch.float64, auto_wrap_policy=NameWrapPolicy("Sequential"))
     work = fsdp_wrap.reproducible(model, micro_batches=4)
     for step in range(2):
-        for each in (plain, model):
-            each.zero_grad()
+        for net in (plain, model):
+            net.zero_grad()
         for index in work.micro_batches(step):
             SLOPES[name](model, *example(index, step), lambda loss: loss.backward())
         torch.autograd.grad(model(x := example(rank, 9)[0]).square().sum(), x)

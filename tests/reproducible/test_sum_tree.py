@@ -18,7 +18,7 @@ def leaves_of(count: int) -> list[torch.Tensor]:
 
 
 def sum_in_blocks(leaves: list[torch.Tensor], size: int) -> torch.Tensor:
-    """Adds each block of leaves on its own, and the nodes that are left of them then."""
+    """Adds each block of leaves by itself, then the nodes that are left."""
     whole = SumTree(0, torch.float32)
     for start in range(0, len(leaves), size):
         block = SumTree(start, torch.float32)
@@ -50,8 +50,8 @@ def test_missing_leaves_are_nothing():
         all_there.push(Node(number, 1, leaf.clone() if there else torch.full_like(leaf, -0.0)))
         if there:
             some.push(Node(number, 1, leaf.clone()))
-    found, expected = some.total(6).value, all_there.total(6).value
-    assert found is not None and expected is not None and torch.equal(found, expected)
+    total, expected = some.total(6).value, all_there.total(6).value
+    assert total is not None and expected is not None and torch.equal(total, expected)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
@@ -65,6 +65,6 @@ def test_norms_are_exact_in_any_order(p):
         parts = [*shuffled.split(999)]
         assert torch.equal(exact_power([Summand(parts[:5], []), Summand(parts[5:], [])], p, device), expected)
     for number in (math.inf, math.nan):
-        found = exact_power([Summand([values, torch.tensor([number])], [])], p, device)
-        assert found.item() == number or (math.isnan(number) and found.isnan())
+        norm = exact_power([Summand([values, torch.tensor([number])], [])], p, device)
+        assert norm.item() == number or (math.isnan(number) and norm.isnan())
     assert exact_power([Summand([torch.zeros(3)], []), Summand([], [])], p, device).item() == 0.0

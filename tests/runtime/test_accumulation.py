@@ -67,7 +67,9 @@ def test_scaling_gradients_before_their_sum_drops_nothing(rank, world_size, fron
     for clips in (False, True):
         backwards(model, rank, letter)
         shown = [param.grad for param in params if param.grad is not None]
-        assert shown and not any(torch.count_nonzero(getattr(each, "_local_tensor", each)) for each in shown)
+        assert shown and not any(
+            torch.count_nonzero(getattr(value, "_local_tensor", value)) for value in shown
+        )
         if clips:
             nn.utils.clip_grad_norm_(params, 1.0)
             with warnings.catch_warnings():  # it moves no version counter of `DTensor`s
@@ -81,8 +83,8 @@ def test_scaling_gradients_before_their_sum_drops_nothing(rank, world_size, fron
                 backwards(model, rank, "F", 1)
         large_batch_backward(plain, range(2))
         assert_same_grads(model, plain, **EXACT)
-        for each in (plain, model):
-            each.zero_grad()
+        for net in (plain, model):
+            net.zero_grad()
 
 
 def _gathers(model, rank, letters):
@@ -111,7 +113,7 @@ def test_what_stays_for_backward_stays_under_no_sync(rank, world_size):
             loss_of(wrapped, tokens(rank, 0)).backward()
             with torch.no_grad():
                 torch._foreach_mul_([*plain.parameters(), *wrapped.parameters()], 0.5)
-            losses = [loss_of(each, tokens(rank, 2)) for each in (plain, wrapped)]
+            losses = [loss_of(net, tokens(rank, 2)) for net in (plain, wrapped)]
             torch.testing.assert_close(*losses, rtol=1e-12, atol=0.0)
 
 
@@ -148,9 +150,9 @@ def test_collectives_by_kind(rank, world_size, front, strategy):
     for letter in "CCFTCFF":
         with count_collectives() as traffic, record_events() as events:
             backwards(model, rank, letter)
-        reduced = {name: each.calls for name, each in traffic.items() if name != "all_gather_into_tensor"}
+        reduced = {name: count.calls for name, count in traffic.items() if name != "all_gather_into_tensor"}
         assert reduced == expected[letter], letter
-        assert sum(each.kind is EventKind.REDUCE for each in events) == UNITS * (letter != "T")
+        assert sum(event.kind is EventKind.REDUCE for event in events) == UNITS * (letter != "T")
     if front == "orig":
         with no_sync(model), count_collectives() as traffic:
             with no_sync(model):  # nested
@@ -176,7 +178,7 @@ class Wide(nn.Module):
 
 @ranks(4)
 def test_what_is_kept_is_a_shard(rank, world_size):
-    """Of `no_sync` it is all, and the zeros that tell of `zero_grad`."""
+    """`no_sync` keeps whole gradients and the shard of zeros by which it notices `zero_grad`."""
     model = hybrid("orig", Wide(), unit=nn.Linear)
     full = 4 * sum(param.numel() for param in Wide().parameters())
     kept = {}
@@ -207,10 +209,10 @@ def test_zero_grad_forgets_partial_sums(rank, world_size, front):
             large_batch_backward(plain, range(first + 5, first + 7))
             assert_same_grads(model, plain, **EXACT)
             backwards(model, rank, "F" if first else "FC", first)
-            for each in (plain, model):
-                each.zero_grad(set_to_none=to_none)
+            for net in (plain, model):
+                net.zero_grad(set_to_none=to_none)
     backwards(model, rank, "C")
-    block = [each for each in model.modules() if isinstance(each, Block)][1]
+    block = [module for module in model.modules() if isinstance(module, Block)][1]
     hook = block.register_forward_hook(lambda module, args, result: result.register_hook(fail) and None)
     with within_copy(model), pytest.raises(ArithmeticError):
         loss_of(model, tokens(rank, 1)).backward()
@@ -233,7 +235,7 @@ def test_what_may_not_come_before_the_last_sum(rank, world_size, front):
         optimizer.step()
     assert not optimizer.state
     for name, value in model.state_dict().items():
-        assert torch.equal(*(getattr(each, "_local_tensor", each) for each in (value, before[name])))
+        assert torch.equal(*(getattr(grad, "_local_tensor", grad) for grad in (value, before[name])))
     if front == "orig":
         with pytest.warns(UserWarning, match="are not clipped"):
             model.clip_grad_norm_(1.0)
@@ -267,7 +269,7 @@ def test_what_the_last_backward_does_not_reach_is_summed_as_well(rank, world_siz
     with count_collectives() as traffic:
         model(x[rank], uses[2]).sum().backward()
     for used in uses:
-        mean_backward(lambda each: plain(x[each], used).sum())  # noqa: B023
+        mean_backward(lambda other: plain(x[other], used).sum())  # noqa: B023
     assert_same_grads(model, plain, **EXACT)
     assert traffic["all_reduce"].calls == 4
 
@@ -284,7 +286,7 @@ def test_switching_inside_a_backward_is_refused(rank, world_size, front):
             pass
         told.append(True)
 
-    block = next(each for each in model.modules() if isinstance(each, Block))
+    block = next(module for module in model.modules() if isinstance(module, Block))
     hooked = block.register_forward_hook(lambda module, args, result: result.register_hook(switch) and None)
     loss_of(model, tokens(rank, 0)).backward()
     hooked.remove()

@@ -119,7 +119,7 @@ def shared(events: Any, kind: EventKind) -> list[tuple[str, ...]]:
 
 
 def calls(traffic: dict[str, Traffic]) -> dict[str, int]:
-    return {name: each.calls for name, each in traffic.items()}
+    return {name: count.calls for name, count in traffic.items()}
 
 
 def steps(model: Any, rank: int, number: range, **optimizer: Any) -> None:
@@ -134,8 +134,8 @@ LAYERS = tuple(f"layers.{index}" for index in range(UNITS))
 
 
 def assert_equal_grads(models: list[nn.Module]) -> None:
-    found, expected = map(full_grads, models)
-    assert_tensors(found, expected)
+    grads, expected = map(full_grads, models)
+    assert_tensors(grads, expected)
 
 
 def fail(*_: Any) -> None:
@@ -201,14 +201,14 @@ def drawn(number: int) -> dict[str, Any]:
 
 def _walk(model: Any, rank: int, chosen: dict[str, Any]) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    found = []
+    outputs = []
     orders = [None, None, None, [3, 2, 1, 0], [1, 1, 4], None, [0, 2, 4, 5], [0, 2, 4, 5], None]
     for step, order in enumerate(orders):
         if chosen["frozen"] and step in (2, 5):
             inner(inner(model).layers[1]).requires_grad_(step == 5)
         if chosen["evaluates"]:
             with torch.no_grad():
-                found.append(model(batch(rank, 40 + step), order))
+                outputs.append(model(batch(rank, 40 + step), order))
         optimizer.zero_grad()
         if chosen["accumulates"]:
             with no_sync(model):
@@ -220,10 +220,10 @@ def _walk(model: Any, rank: int, chosen: dict[str, Any]) -> list[torch.Tensor]:
             half.sum().backward()
         output.square().sum().backward()
         optimizer.step()
-        found.append(output.detach())
+        outputs.append(output.detach())
         if step == 3:
-            found += [value for _, value in sorted(full_state(model).items())]
-    return found
+            outputs += [value for _, value in sorted(full_state(model).items())]
+    return outputs
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -241,11 +241,11 @@ def test_numbers_are_those_of_units_alone(rank, world_size, number):
         alone = build(chosen["front"], kind=chosen["kind"], travel_together_bytes=0, **options)
         together, _ = pair(chosen["front"], chosen["nbytes"], chosen["kind"], **options)
         with record_events() as events:
-            found = _walk(together, rank, chosen)
+            outputs = _walk(together, rank, chosen)
         for kind in (EventKind.UNSHARD, EventKind.REDUCE):
             assert any(len(units) > 2 for units in shared(events, kind)), chosen
         expected = _walk(alone, rank, chosen)
-        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for index, (one, other) in enumerate(zip(outputs, expected, strict=True)):
             assert torch.equal(one, other), (index, chosen)
 
 
@@ -315,17 +315,17 @@ def test_exception_in_forward_or_backward_leaves_a_usable_model(rank, world_size
         assert where == "backward" or all(unit.buffers.where.value == "sharded" for unit in early)
         alone = build(front, travel_together_bytes=0)
         alone.load_state_dict(model.state_dict())
-        for each in (model, alone):
-            each.zero_grad()
-            steps(each, rank, range(4, 6))
-            each(batch(rank, 6)).square().sum().backward()
+        for trained in (model, alone):
+            trained.zero_grad()
+            steps(trained, rank, range(4, 6))
+            trained(batch(rank, 6)).square().sum().backward()
         assert_equal_grads([model, alone])
         assert_idle(model)
 
 
 @ranks(2)
 def test_a_unit_that_is_gathered_early_is_as_one_that_travels_alone(rank, world_size):
-    """Until its forward it shows its shards, and what is written to these counts."""
+    """Until its forward it shows its shards, and writes to these count."""
     for front in FRONTS:
         outputs = []
         for nbytes in (None, 0):

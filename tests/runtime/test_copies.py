@@ -110,9 +110,9 @@ def batches_of(seed: int) -> torch.Tensor:
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    found, expected = full_state(model), plain.state_dict()
-    assert list(found) == list(expected)
-    assert_tensors(found, expected, rtol=0, atol=1e-12)
+    state, expected = full_state(model), plain.state_dict()
+    assert list(state) == list(expected)
+    assert_tensors(state, expected, rtol=0, atol=1e-12)
 
 
 def assert_apart(model: nn.Module, plain: nn.Module) -> None:
@@ -209,9 +209,9 @@ def test_copy_keeps_what_users_set(rank, world_size):
     assert parametrize.is_parametrized(second.blocks[0].normed)
     one = shard("composable", nn.Linear(WIDTH, 3, bias=False))
     one.set_gradient_divide_factor(5.0)
-    for each in (one, copy.deepcopy(one)):
-        each(torch.ones(1, WIDTH)).sum().backward()
-        assert torch.all(each.weight.grad.full_tensor() == 2 / 5)
+    for layer in (one, copy.deepcopy(one)):
+        layer(torch.ones(1, WIDTH)).sum().backward()
+        assert torch.all(layer.weight.grad.full_tensor() == 2 / 5)
     with FSDP.summon_full_params(model):
         assert model.blocks[0].normed.weight.shape == (WIDTH, WIDTH)
         with pytest.raises(RuntimeError, match="parametrised tensor"):

@@ -178,8 +178,8 @@ def test_both_front_ends_in_one_model(rank, world_size):
             param.zero_()
     model.load_state_dict(saved)
     with FullyShardedDataParallel.summon_full_params(model):
-        for (name, found), expected in zip(mixed.named_parameters(), ddp.module.parameters(), strict=True):
-            torch.testing.assert_close(found, expected, msg=name)
+        for (name, own), expected in zip(mixed.named_parameters(), ddp.module.parameters(), strict=True):
+            torch.testing.assert_close(own, expected, msg=name)
     losses = [loss_of(one, tokens(rank, 9)) for one in (model, ddp)]
     torch.testing.assert_close(*losses)
     for loss in losses:
@@ -217,10 +217,10 @@ def test_classes_of_what_is_sharded_and_gradients_of_what_is_not_used_or_failed(
     model = fully_shard(Branches())
     assert isinstance(model, Branches) and type(model).__name__ == "FSDPBranches"
     assert type(fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))[:1]) is nn.Sequential
-    for each in (model, replicate(Branches())):
-        each(torch.ones(1, 4), ["left", "right"][rank]).sum().backward()
-        assert each.neither.weight.grad is None
-        for branch in (each.left, each.right):
+    for net in (model, replicate(Branches())):
+        net(torch.ones(1, 4), ["left", "right"][rank]).sum().backward()
+        assert net.neither.weight.grad is None
+        for branch in (net.left, net.right):
             assert torch.equal(branch.weight.grad.full_tensor(), torch.full((3, 4), 0.5))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     model.zero_grad()

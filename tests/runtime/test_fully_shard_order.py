@@ -39,10 +39,10 @@ N = 3
 def counts(run: Callable[[], Any]) -> tuple[int, ...]:
     with CommDebugMode() as mode:
         run()
-    found = Counter({str(op).rpartition(".")[2]: number for op, number in mode.get_comm_counts().items()})
+    counted = Counter({str(op).rpartition(".")[2]: number for op, number in mode.get_comm_counts().items()})
     kinds = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
-    assert not set(found) - set(kinds), found
-    return tuple(found[kind] for kind in kinds)
+    assert not set(counted) - set(kinds), counted
+    return tuple(counted[kind] for kind in kinds)
 
 
 def units_of(model: nn.Module) -> list[FSDPModule]:
@@ -51,7 +51,7 @@ def units_of(model: nn.Module) -> list[FSDPModule]:
 
 @ranks(4)
 def test_counts_of_collectives(rank, world_size):
-    """A number of ranks keeps parameters between so many; 1 is False, with a warning, and all are True."""
+    """A number keeps parameters among so many ranks; 1 means False, with a warning, and all mean True."""
     torch.manual_seed(0)
     plain = Transformer(N).double()
     ddp = DDP(copy.deepcopy(plain))
@@ -69,7 +69,9 @@ def test_counts_of_collectives(rank, world_size):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = shard_blocks(copy.deepcopy(plain), reshard_after_forward=reshard, travel_together_bytes=0)
-        told = [str(each.message) for each in caught if "reshard_after_forward=1" in str(each.message)]
+        told = [
+            str(warning.message) for warning in caught if "reshard_after_forward=1" in str(warning.message)
+        ]
         assert len(told) == (N + 1 if reshard is not True and reshard == 1 else 0)
         for step in range(2):
             losses: list[torch.Tensor] = []
@@ -122,8 +124,8 @@ def test_any_divisor_of_the_ranks_may_keep_parameters(shape):
                 kept = sum(part.numel() for part in buffers.post_forward_shards._parts)
                 assert kept == -(-buffers.segments[0].layout.full_numel // number)
             loss.backward()
-        for found, expected in zip(model.parameters(), plain.parameters()):
-            torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12)
+        for param, expected in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12)
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", shape)
@@ -213,8 +215,8 @@ def test_unsharding_by_hand(rank, world_size):
     assert fully_shard(model.blocks[1].unused).unshard() is None, "no parameters to manage"
     fully_shard(model)
     model.blocks[0].unshard()
-    for (name, found), expected in zip(model.blocks[0].named_parameters(), plain.blocks[0].parameters()):
-        assert type(found) is nn.Parameter and torch.equal(found, expected), name
+    for (name, param), expected in zip(model.blocks[0].named_parameters(), plain.blocks[0].parameters()):
+        assert type(param) is nn.Parameter and torch.equal(param, expected), name
     handle = model.unshard(async_op=True)
     pending = model.embed.unshard(async_op=True)
     pending.wait(), pending.wait()
@@ -252,8 +254,8 @@ def test_a_step_or_a_write_outdates_what_was_unsharded_before_it(rank, world_siz
         params = [*model.parameters(), *plain.parameters()]
         optimizer = Unseen(params, lr=0.5)
         for number in range(2):
-            for each in (model, ddp):
-                loss_of(each, tokens(rank, number)).backward()
+            for trained in (model, ddp):
+                loss_of(trained, tokens(rank, number)).backward()
             model.blocks[0].unshard()
             with torch.no_grad():
                 for param in params if writes else ():
@@ -326,16 +328,16 @@ def test_as_many_reductions_are_in_flight_as_asked_for(rank, world_size):
         for step in range(3):
             one_step(model, optimizer, rank, step, accumulates=step == 1)
         all_buffers = [part.__dict__[UNIT_ATTR].buffers for part in model]
-        found: list[int] = []
+        in_flight: list[int] = []
 
         def counted(unit: Unit, phase: Any) -> None:
             reduce(unit, phase)
             if unit.buffers in all_buffers:  # noqa: B023
-                found.append(sum(each.gradients.reduction is not None for each in all_buffers))  # noqa: B023
+                in_flight.append(sum(buffers.gradients.reduction is not None for buffers in all_buffers))  # noqa: B023
 
         with mock.patch.object(Unit, "reduce", counted):
             model(batch(rank, 9)).sum().backward()
-        assert found == expected, most
+        assert in_flight == expected, most
         assert not any(buffers.gradients.reduction for buffers in all_buffers)
 
 
@@ -397,12 +399,12 @@ def assert_grads(model: nn.Module, *steps: int) -> None:
     for name, param in model.named_parameters():
         assert (param.grad is None) == (wanted[name].grad is None), name
         if param.grad is not None:
-            found = param.grad.full_tensor()
-            torch.testing.assert_close(found, wanted[name].grad, rtol=0, atol=1e-12, msg=name)
+            grad = param.grad.full_tensor()
+            torch.testing.assert_close(grad, wanted[name].grad, rtol=0, atol=1e-12, msg=name)
 
 
 def train(model: Any, rank: int, way: str, asynchronous: bool) -> None:
-    """Two batches, whose backwards are ended each, or at last: after both graphs, or without reductions."""
+    """Trains two batches; ends each backward, or both at last: of two graphs, or without reductions."""
 
     def end() -> None:
         ended = model.finalize_backward(async_op=asynchronous)
@@ -518,7 +520,7 @@ def test_unsharded_memory_stays_where_it_is(rank, world_size):
         model.set_keep_unsharded_storage(True)
         plain = copy.deepcopy(model)
         plain.set_keep_unsharded_storage(False)
-        both = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, plain)]
+        both = [(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in (model, plain)]
         seen: list[list[int]] = []
         for layer in (model.first, model.middle.linear, model.last):
             layer.register_forward_pre_hook(lambda layer, args: seen[-1].append(layer.weight.data_ptr()))  # noqa: B023
@@ -527,12 +529,12 @@ def test_unsharded_memory_stays_where_it_is(rank, world_size):
         for step in range(6):
             if step == 4:  # into memory of another dtype, which stays as well
                 dtype = torch.float32
-                for each, _ in both:
-                    each.to(dtype)
+                for net, _ in both:
+                    net.to(dtype)
             seen.append([])
-            for each, optimizer in both:
+            for net, optimizer in both:
                 optimizer.zero_grad()
-                loss(each, inputs(rank, step).to(dtype)).backward()
+                loss(net, inputs(rank, step).to(dtype)).backward()
                 optimizer.step()
             blockers += [torch.empty(48, dtype=dtype) for _ in range(50)]  # takes what is freed
             assert all(isinstance(param, DTensor) for param in model.parameters())

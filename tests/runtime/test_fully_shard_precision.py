@@ -73,7 +73,7 @@ def shard(model: Net, shard: Any = fully_shard, **options: Any) -> Net:
 
 
 def torch_twin(model: Net, policy: MixedPrecisionPolicy) -> Net:
-    fields = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     return shard(model, torch_fsdp.fully_shard, mp_policy=torch_fsdp.MixedPrecisionPolicy(**fields))
 
 
@@ -141,7 +141,7 @@ def test_parameters_kept_in_their_own_dtype(rank, world_size, master, low, offlo
     without = master if FOLLOWS_GRAD_DTYPE else None
     reduced = {name: policy.reduce_dtype or without or computed[name] for name in computed}
     reference = ByHand(plain, computed, reduced)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
     for step in range(0, 2 * backwards, backwards):
         steps = range(step, step + backwards)
         backward(model, rank, steps)

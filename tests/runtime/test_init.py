@@ -113,9 +113,9 @@ def replace_and_fill(module: nn.Module) -> None:
 
 
 def assert_same_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    found = model.state_dict()
-    assert list(found) == list(expected)
-    assert_tensors(found, expected)
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    assert_tensors(state, expected)
 
 
 def train(model: nn.Module) -> None:
@@ -334,10 +334,10 @@ def test_states_of_every_dtype_travel(rank, world_size):
         net = Typed(dtype) if rank == 0 else on_meta(partial(Typed, dtype))
         model = FSDP(net, sync_module_states=True, use_orig_params=use_orig_params)
         expected = Typed(dtype)
-        found = model.state_dict()
+        state = model.state_dict()
         for name, value in expected.state_dict().items():
-            assert found[name].shape == value.shape and found[name].dtype == dtype
-            assert found[name].flatten().tolist() == value.flatten().tolist(), (name, dtype)
+            assert state[name].shape == value.shape and state[name].dtype == dtype
+            assert state[name].flatten().tolist() == value.flatten().tolist(), (name, dtype)
         assert torch.equal(model.scalar.double(), expected.scalar.double())
         assert model.strided.stride() == expected.strided.stride()
 

@@ -64,7 +64,7 @@ class Writer(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Greedy."""
+        """Generates greedily."""
         for _ in range(3):
             tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
         return tokens
@@ -140,8 +140,8 @@ def test_what_a_call_gathers(rank, world_size, front):
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     for net in (model, getattr(model, "module", model)):
         with torch.no_grad():
-            found = net.blocks[0].encode(x, scale=3.0)["code"]
-        assert torch.equal(found, plain.blocks[0].encode(x, scale=3.0)["code"])
+            code = net.blocks[0].encode(x, scale=3.0)["code"]
+        assert torch.equal(code, plain.blocks[0].encode(x, scale=3.0)["code"])
     assert_sharded(model)
 
 
@@ -150,7 +150,7 @@ def test_what_a_registered_method_looks_like_and_what_cannot_be_one(rank, world_
     model, plain = make_pair("orig")
     assert model.generate is model.module.generate
     assert inspect.signature(model.generate) == inspect.signature(plain.generate)
-    assert model.generate.__name__ == "generate" and model.generate.__doc__ == "Greedy."
+    assert model.generate.__name__ == "generate" and model.generate.__doc__ == "Generates greedily."
     before = model.generate
     register_fsdp_forward_method(model, "generate")
     assert model.generate is before
@@ -195,7 +195,7 @@ def assert_trains_as(usual: nn.Module, model: nn.Module, rank: int, part: Any = 
     optimizer = torch.optim.AdamW(part(usual).parameters(), lr=0.01)
     for step in range(3):
         optimizer.zero_grad()
-        losses = [loss_of(each, tokens(rank, step)) for each in (model, usual)]
+        losses = [loss_of(net, tokens(rank, step)) for net in (model, usual)]
         assert torch.equal(*losses)
         for loss in losses:
             loss.backward()
@@ -205,8 +205,8 @@ def assert_trains_as(usual: nn.Module, model: nn.Module, rank: int, part: Any = 
 
 
 def assert_same_state(model: nn.Module, expected: dict[str, torch.Tensor], same: bool = True) -> None:
-    found = full_state(model)
-    assert all(torch.equal(found[name], expected[name]) for name in expected) is same
+    state = full_state(model)
+    assert all(torch.equal(state[name], expected[name]) for name in expected) is same
 
 
 @each_front
@@ -250,7 +250,7 @@ def test_optimizers_of_before_sharding(rank, world_size, front):
             assert type(model) is Transformer and model(tokens(rank, 0)) is not None
             continue
         model = shard(front, model, policy)
-        assert_trains_as(usual, model, rank, lambda each: inner(each).blocks[1])
+        assert_trains_as(usual, model, rank, lambda net: inner(net).blocks[1])
     model = Transformer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = shard(front, model, policy)
@@ -272,7 +272,7 @@ def test_optimizers_of_before_sharding(rank, world_size, front):
 
 @ranks(2)
 def test_gradient_hooks_that_are_refused(rank, world_size):
-    """Those of before sharding, and those that would run before the gradient has come."""
+    """Hooks from before sharding, and hooks that would run before the gradient has come."""
     for front in FRONTS:
         for register in ("register_hook", "register_post_accumulate_grad_hook"):
             plain = Transformer()
@@ -319,7 +319,7 @@ def test_a_hook_sees_what_was_reduced_once(rank, world_size, front):
     seen: list[tuple[nn.Parameter, torch.Tensor]] = []
     trained = [param for param in held(model) if param.requires_grad]
     handles = [
-        param.register_post_accumulate_grad_hook(lambda each: seen.append((each, each.grad.clone())))
+        param.register_post_accumulate_grad_hook(lambda leaf: seen.append((leaf, leaf.grad.clone())))
         for param in trained
     ]
     x = torch.full((1, 3, 32), rank + 1.0, dtype=torch.float64)

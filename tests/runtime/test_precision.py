@@ -151,7 +151,7 @@ class Spy(nn.Module):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [x, *args, *kwargs.values()]
-        self.seen.append([each.dtype if isinstance(each, torch.Tensor) else each for each in tensors])
+        self.seen.append([value.dtype if isinstance(value, torch.Tensor) else value for value in tensors])
         self.seen.append([self.linear.weight.dtype, self.scale.dtype, self.count.dtype])
         return self.linear(x.to(self.linear.weight.dtype)) * self.scale.to(self.linear.weight.dtype)
 
@@ -206,7 +206,7 @@ def test_which_inputs_are_cast(rank, world_size):
         def forward(self, x: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
             self.seen.append(extra)
             values = [x, extra["pair"][0], extra["pair"][1], extra["count"]]
-            self.seen.append([each.dtype for each in values])
+            self.seen.append([value.dtype for value in values])
             return self.inner(x.float(), torch.ones(1, dtype=FP64), 3, mask=torch.ones(4, dtype=torch.bool))
 
     for cast_root, cast_nested in itertools.product([False, True], repeat=2):
@@ -307,7 +307,7 @@ def test_half_the_bytes_on_the_wire(rank, world_size):
         model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=policy)
         with count_collectives() as counts:
             model(torch.ones(2, 16)).sum().backward()
-        return {name: each.bytes for name, each in counts.items()}
+        return {name: count.bytes for name, count in counts.items()}
 
     full, low = traffic(None), traffic(MixedPrecision(BF16, BF16))
     mixed = traffic(MixedPrecision(BF16, FP32))
@@ -325,7 +325,7 @@ def test_half_the_bytes_on_the_wire(rank, world_size):
 def test_autocast_equals_ddp(rank, world_size, strategy):
     options: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True}
     ddp, model = DDP(_net()), FSDP(_net(), sharding_strategy=ShardingStrategy[strategy], **options)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (ddp, model)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False) for net in (ddp, model)]
     for step in range(3):
         x = _batch(rank, step)
         with torch.autocast("cpu", dtype=BF16):
@@ -400,7 +400,7 @@ def test_adapters_over_quantised_weights(rank, world_size, dtype, use_orig_param
     )
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
-    loss, expected = (each.float().square().mean() for each in (model(x), low(x.to(low[0].scale.dtype))))
+    loss, expected = (output.float().square().mean() for output in (model(x), low(x.to(low[0].scale.dtype))))
     assert torch.equal(loss, expected)
     loss.backward()
     expected.backward()
@@ -414,7 +414,9 @@ def test_adapters_over_quantised_weights(rank, world_size, dtype, use_orig_param
     for wanted in (trained, before):
         for name, value in model.state_dict().items():
             assert value.dtype == wanted[name].dtype
-            assert torch.equal(*(each.contiguous().view(torch.uint8) for each in (value, wanted[name]))), name
+            assert torch.equal(
+                *(tensor.contiguous().view(torch.uint8) for tensor in (value, wanted[name]))
+            ), name
         model.load_state_dict(before)
 
 
@@ -505,7 +507,7 @@ def test_evaluation_between_steps_equals_a_plain_model(rank, world_size, strateg
     with _variable():
         model = _wrapped(_normed_net(), forward_prefetch=True, **options)
     control = _wrapped(_normed_net(), forward_prefetch=True, **options)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, control)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (model, control)]
     for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
         plain = _plain(model)
         model.eval()
@@ -513,8 +515,8 @@ def test_evaluation_between_steps_equals_a_plain_model(rank, world_size, strateg
             for _ in range(2):
                 assert torch.equal(model(BATCH), plain(BATCH))
                 assert _seen(model) == [[torch.float32] * 3] * 2
-        for each, optimizer in zip((model, control), optimizers):
-            _train(each, optimizer)
+        for net, optimizer in zip((model, control), optimizers):
+            _train(net, optimizer)
     assert_tensors(control.state_dict(), model.state_dict())
 
 

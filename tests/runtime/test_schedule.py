@@ -71,7 +71,7 @@ def _run(model, rank, step=0):
 
 
 def _calls(traffic):
-    return {name: each.calls for name, each in traffic.items()}
+    return {name: count.calls for name, count in traffic.items()}
 
 
 @pytest.mark.parametrize("kind", ["none", *CHECKPOINTS])
@@ -130,8 +130,8 @@ def test_nested_checkpoints(rank, world_size, outer):
             ddp(x).square().sum().backward()
             with count_collectives() as traffic:
                 model(x).square().sum().backward()
-            found = _calls(traffic)
-            assert found == {"all_gather_into_tensor": 3 + 2, "reduce_scatter_tensor": 3}, (inner, policy)
+            calls = _calls(traffic)
+            assert calls == {"all_gather_into_tensor": 3 + 2, "reduce_scatter_tensor": 3}, (inner, policy)
             assert_same_grads(model, ddp)
 
 
@@ -170,7 +170,7 @@ class _Order(nn.Module):
 
 @ranks(2)
 def test_prefetch_when_the_order_changes(rank, world_size):
-    """A mistaken prefetch costs time, never correctness, and no memory for good."""
+    """A wrong prefetch costs time, but neither correctness nor lasting memory."""
     pre, post = BackwardPrefetch
     for strategy, prefetch in ((FULL, pre), (FULL, post), (KEPT, pre)):
         options = {"sharding_strategy": strategy, "backward_prefetch": prefetch, "forward_prefetch": True}
@@ -203,7 +203,7 @@ class _Registered:
 
 
 def _packed(y: torch.Tensor) -> _Registered:
-    """In the containers that users have, each within another."""
+    """Packs a tensor into the containers that users have, each within another."""
     if _Registered not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             _Registered,
@@ -239,13 +239,13 @@ def test_structured_inputs_and_outputs(rank, world_size):
     _unpacked(plain(_packed(x))).square().sum().backward()
     with record_events() as events:
         _unpacked(model(_packed(x))).square().sum().backward()
-    over = [(each.unit, each.phase) for each in events if each.kind is EventKind.POST_BACKWARD]
+    over = [(event.unit, event.phase) for event in events if event.kind is EventKind.POST_BACKWARD]
     assert over == [(unit, Phase.BACKWARD) for unit in "210"]
     assert_close_grads(model, plain)
     cast = FSDP(_Structured(), mixed_precision=MixedPrecision(torch.bfloat16))
-    found = _unpacked(cast(_packed(torch.ones(2, 8)), scale=0.25))
-    assert found.dtype is torch.bfloat16
-    found.sum().backward()
+    unpacked = _unpacked(cast(_packed(torch.ones(2, 8)), scale=0.25))
+    assert unpacked.dtype is torch.bfloat16
+    unpacked.sum().backward()
 
 
 class _Noting(nn.Module):
@@ -289,7 +289,7 @@ def test_what_a_forward_writes_to_containers_of_its_inputs(rank, world_size, fro
     replicated = DDP(plain)
     for step in range(2):
         x = torch.full((2, 8), 0.1 * (rank + step), dtype=torch.float64, requires_grad=True)
-        losses = [each(x) for each in (replicated, model)]
+        losses = [net(x) for net in (replicated, model)]
         assert torch.equal(*losses)
         for loss in losses:
             loss.backward()
@@ -412,7 +412,7 @@ def test_a_leaf_whose_gradient_comes_after_those_of_the_inputs(rank, world_size)
     plain(torch.ones(2, 8)).square().sum().backward()  # which this thread counts as well
     with record_events() as events:
         model(torch.ones(2, 8)).square().sum().backward()
-    over = [(each.unit, each.phase) for each in events if each.kind is EventKind.POST_BACKWARD]
+    over = [(event.unit, event.phase) for event in events if event.kind is EventKind.POST_BACKWARD]
     assert over == [("0", Phase.BACKWARD), ("1", Phase.BACKWARD)]
     assert_close_grads(model, plain, rtol=1.3e-6, atol=1e-5)
 
@@ -472,7 +472,7 @@ def test_another_graph_runs_backward_after_one_that_raised(rank, world_size):
         hook = block.register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
         failing = loss_of(model, tokens(rank, 0))
         hook.remove()
-        losses = [loss_of(each, tokens(rank, 1)) for each in (model, plain)]
+        losses = [loss_of(net, tokens(rank, 1)) for net in (model, plain)]
         with pytest.raises(KeyError, match="in the backward"):
             failing.backward()
         clears.zero_grad()
@@ -496,7 +496,7 @@ def test_whole_copies_are_summed_by_one_collective(rank, world_size):
 @either_front
 @ranks(1)
 def test_a_gradient_that_opens_the_backward_counts_as_come(rank, world_size, front):
-    """Of a leaf that was read after its module's forward, whose output is in no graph."""
+    """The gradient is of a leaf read after its module's forward, whose output is in no graph."""
     linear = nn.Linear(4, 4, bias=False)
     model: Any = fronts.shard(front, linear, sharding_strategy=KEPT)
     x = model(torch.ones(2, 4)).detach()

@@ -53,9 +53,9 @@ def product_with_the_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor
 
 
 def hessian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    found = torch.autograd.functional.hessian(lambda x: model(x).square().sum(), x, create_graph=True)
+    matrix = torch.autograd.functional.hessian(lambda x: model(x).square().sum(), x, create_graph=True)
     model(inputs(2))
-    return found.square().sum()
+    return matrix.square().sum()
 
 
 LOSSES = [product_with_the_jacobian, hessian]
@@ -79,12 +79,12 @@ def test_derivatives_of_derivatives_outlive_what_comes_between(rank, world_size,
     for strategy in (FULL, KEPT):
         plain, model = pair(front, strategy)
         for loss_of in LOSSES:
-            found = []
+            grads = []
             for net in (plain, model):
                 x = inputs()
                 loss_of(net, x).backward()
-                found.append(x.grad)
-            torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, msg=loss_of.__name__)
+                grads.append(x.grad)
+            torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12, msg=loss_of.__name__)
         assert_close_grads(model, plain, rtol=1e-10, atol=1e-10)
     plain, model = pair(front, make=_Force)  # a derivative inside of forward
     for net in (plain, model):
@@ -176,8 +176,8 @@ def batches(seed: int) -> torch.Tensor:
     return torch.randn(dist.get_world_size(), 2, WIDTH, dtype=torch.float64, generator=generator)
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def assert_transformed_alike(model: nn.Module, plain: nn.Module) -> None:
@@ -231,8 +231,8 @@ def test_backward_after_a_transform(rank, world_size, front):
     for name in ("jvp", "grad", "vmap", "grad_of_each"):
 
         def loss(net: nn.Module, x: torch.Tensor, name: str = name) -> torch.Tensor:
-            found = TRANSFORMS[name](net, x)
-            return (found if isinstance(found, torch.Tensor) else sum(found)).square().sum()
+            output = TRANSFORMS[name](net, x)
+            return (output if isinstance(output, torch.Tensor) else sum(output)).square().sum()
 
         plain, model = twins(front, make_stack, torch.float64, auto_wrap_policy=ModuleWrapPolicy({Block}))
         assert_steps_alike(model, plain, loss)

@@ -221,7 +221,9 @@ def test_a_caller_edits_views_of_recomputed_units(rank, world_size, front, kind)
         check_each(lambda form: _train(rank, front, _Net(form, kind=kind), backward), RECOMPUTED)  # noqa: B023
 
 
-@pytest.mark.parametrize("strategy", [FULL, KEPT, ShardingStrategy.NO_SHARD], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "strategy", [FULL, KEPT, ShardingStrategy.NO_SHARD], ids=lambda strategy: strategy.name
+)
 @ranks(2)
 def test_backwards_through_views_that_were_edited(rank, world_size, strategy):
     for backward in (_twice, _through_a_gradient):

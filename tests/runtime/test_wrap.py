@@ -426,10 +426,10 @@ def random_graph(rng: random.Random) -> nn.Module:
 
 def unit_paths(module: nn.Module | None, units: tuple[nn.Module, ...]) -> list:
     """Every path to a parameter: the parameter, and the units that the path passes through."""
-    found = [(param, units) for param in module._parameters.values()]
+    paths = [(param, units) for param in module._parameters.values()]
     for child in module._modules.values():
-        found += unit_paths(child, (*units, child) if isinstance(child, Cell) else units)
-    return found
+        paths += unit_paths(child, (*units, child) if isinstance(child, Cell) else units)
+    return paths
 
 
 def expected_owners(root: nn.Module) -> dict[nn.Parameter, nn.Module]:

@@ -48,12 +48,12 @@ COMPOSABLE, WRAPPER, BY_NAME = ["composable"], ["flat", "orig"], ["orig", "compo
 
 
 def layers(net: Net, units: list[Any]) -> list[Any]:
-    found = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Embedding)]
-    return [layer for layer in found if layer is not net.head] + units
+    modules = [module for module in net.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    return [layer for layer in modules if layer is not net.head] + units
 
 
 class BorrowedHead(Capability):
-    """The model reads the weight of the embedding, a unit of its own, once more: of the wrapper no matrix."""
+    """The model reads the embedding's weight, a unit of its own, once more; the wrapper shows no matrix."""
 
     def build(self, net: Net) -> None:
         net.reads, net.head = "embed", nn.Identity()  # type: ignore[assignment]
@@ -279,7 +279,7 @@ class _Manager:
 
 
 def cut_blocks(net: Net, world: World) -> None:
-    """Cuts them by tensor parallelism; torch unties what it cuts."""
+    """Cuts blocks by tensor parallelism; torch unties what it cuts."""
     for block in net.blocks:
         parallelize_module(block, world.mesh["tensor"], {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
 
@@ -321,7 +321,7 @@ def by_columns(front: str, world: World) -> dict[str, Any]:
 
 
 class Optimizer(Capability):
-    """Makes the optimizer, the same on both sides if it need not be another."""
+    """Makes the optimizer, of the same kind on both sides unless a subclass must differ."""
 
     slots: Any = ("optimizer",)
 
@@ -351,9 +351,9 @@ class Counting(torch.optim.Optimizer):
 
 
 def in_groups(params: Any) -> torch.optim.Optimizer:
-    """Makes one without decay of what has one dimension."""
+    """Makes an optimizer without decay for what has one dimension."""
     params = [*params]
-    decayed, rest = ([each for each in params if (each.ndim > 1) is wide] for wide in (True, False))
+    decayed, rest = ([param for param in params if (param.ndim > 1) is wide] for wide in (True, False))
     return adamw([{"params": rest, "weight_decay": 0.0}, {"params": decayed}])
 
 

@@ -24,13 +24,13 @@ APART = [{"flat", "TiedBlocks", "Toggled"}]
 
 
 KINDS = {
-    name: each
-    for name, each in {**CAPABILITIES, **WAYS_OF_SAVING}.items()
-    if each.needs is None or importlib.util.find_spec(each.needs)
+    name: kind
+    for name, kind in {**CAPABILITIES, **WAYS_OF_SAVING}.items()
+    if kind.needs is None or importlib.util.find_spec(kind.needs)
 }
-for _name, _each in KINDS.items():
-    _each.name = _name
-OPTIMIZERS = [name for name, each in KINDS.items() if isinstance(each, Optimizer)]
+for _name, _kind in KINDS.items():
+    _kind.name = _name
+OPTIMIZERS = [name for name, kind in KINDS.items() if isinstance(kind, Optimizer)]
 WAYS = [name for name in KINDS if name in WAYS_OF_SAVING]
 _ORDER = [*KINDS]
 REST = [name for name in KINDS if name not in OPTIMIZERS + WAYS]
@@ -54,8 +54,8 @@ class Draw(NamedTuple):
 
     @property
     def can_run(self) -> bool:
-        """Whether all of it can be had at once."""
-        return not any(each <= {self.front, *self.names} for each in APART)
+        """Whether all of its parts can be combined."""
+        return not any(pair <= {self.front, *self.names} for pair in APART)
 
     def capabilities(self) -> list[Capability]:
         return [KINDS[name] for name in sorted(self.names, key=_ORDER.index)]
@@ -72,12 +72,12 @@ MEETS = {
 
 
 def draws(seed: int) -> list[Draw]:
-    """Few draws in which every two capabilities meet that can; of those that need 4 ranks a part of them."""
+    """Few draws in which every two capabilities meet that can; only some of those that need 4 ranks."""
     generator = random.Random(seed)
     pairs = [pair for pair in itertools.combinations(KINDS, 2) if pair[1] in MEETS[pair[0]]]
     left = {frozenset(pair) for pair in pairs if _size(pair) == 2 or not generator.randrange(ONE_IN)}
     left |= {frozenset([front, name]) for name, kind in KINDS.items() for front in kind.fronts}
-    found = []
+    chosen = []
     while left:
         waiting = sorted(map(sorted, left))
         candidates = [_draw(generator, generator.choice(waiting), left) for _ in range(TRIES)]
@@ -85,8 +85,8 @@ def draws(seed: int) -> list[Draw]:
             (draw for draw in candidates if draw.can_run), key=lambda draw: len(left & _meetings(draw))
         )
         left -= _meetings(best)
-        found.append(best)
-    return found
+        chosen.append(best)
+    return chosen
 
 
 def _draw(generator: random.Random, pair: list[str], left: set[frozenset[str]]) -> Draw:

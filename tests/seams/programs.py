@@ -169,38 +169,38 @@ class Capability:
         return self.given
 
     def before_sharding(self, net: Net, world: World) -> None:
-        """Changes what will be sharded."""
+        """Changes the model before it is sharded."""
 
     def makes_unit(self, unit: Any, options: dict[str, Any]) -> bool:
         """Makes a unit in its own way; False for the usual one."""
         return False
 
     def sharded(self, side: Side) -> None:
-        """Changes what is sharded now."""
+        """Changes the sharded model."""
 
     def optimizer(self, side: Side) -> torch.optim.Optimizer | None:
         """Makes the optimizer; None for the default."""
         return None
 
     def begin(self, side: Side) -> None:
-        """Follows the making of the optimizer, on both sides."""
+        """Is called once the optimizer was made, on both sides."""
 
     def before_step(self, side: Side, at: int) -> None:
-        """Precedes a step."""
+        """Is called before a step."""
 
     def loss(self, side: Side, loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Returns what to go backward from."""
         return loss
 
     def after_backward(self, side: Side) -> None:
-        """Follows the last backward of a step."""
+        """Is called after the last backward of a step."""
 
     def update(self, side: Side) -> bool:
         """Updates parameters; False for the default."""
         return False
 
     def after_step(self, side: Side, at: int) -> None:
-        """Follows a step."""
+        """Is called after a step."""
 
     def move(self, program: Program, first: Side, second: Side) -> bool:
         """Brings model and optimizer over; False for the default."""
@@ -228,13 +228,13 @@ class Program:
         with pytest.raises(BaseException, match=told):
             self._run()
         for side in self._sides:
-            found = get_model_state_dict(side.model, options=FULL)
-            self.assert_tree(found, side.notes["before"], "model state after a refusal")
+            state = get_model_state_dict(side.model, options=FULL)
+            self.assert_tree(state, side.notes["before"], "model state after a refusal")
 
     def _refusal(self) -> str | None:
-        names = [self.front, *(each.name for each in self.capabilities)]
-        told = (each.refusal(names) for each in self.capabilities)
-        return next((each for each in told if each is not None), None)
+        names = [self.front, *(capability.name for capability in self.capabilities)]
+        told = (capability.refusal(names) for capability in self.capabilities)
+        return next((refusal for refusal in told if refusal is not None), None)
 
     def _run(self) -> None:
         plain, first = self.begun(None), self.begun(self.world(1))
@@ -245,51 +245,56 @@ class Program:
         if self._refusal():
             for side in self._sides:
                 side.notes["before"] = copy.deepcopy(get_model_state_dict(side.model, options=FULL))
-        if not any(each.move(self, first, second) for each in self.capabilities):
+        if not any(capability.move(self, first, second) for capability in self.capabilities):
             move_full(first, second)
-        for each in self.capabilities:
-            each.goes_on(first, second)
+        for capability in self.capabilities:
+            capability.goes_on(first, second)
         self.train_alike(plain, second, SECOND)
         self.assert_same_states(plain, second, "full")
 
     def world(self, parts: int) -> World:
-        options = {key: value for each in self.capabilities for key, value in each.mesh.items()}
+        options = {key: value for capability in self.capabilities for key, value in capability.mesh.items()}
         return World(parts, **options)
 
     def _elsewhere(self) -> bool:
-        return all(each.elsewhere for each in self.capabilities)
+        return all(capability.elsewhere for capability in self.capabilities)
 
     def begun(self, world: World | None, other: bool = False) -> Side:
         """A model before its first step; with other values if it will be loaded."""
         torch.manual_seed(1 if other else 0)
-        net = Net({**SPEC, **{k: v for each in self.capabilities for k, v in each.spec.items()}}).double()
-        for each in self.capabilities:
-            each.build(net)
+        net = Net(
+            {**SPEC, **{k: v for capability in self.capabilities for k, v in capability.spec.items()}}
+        ).double()
+        for capability in self.capabilities:
+            capability.build(net)
         side = Side(net)
         if world is not None:
             side = Side(self._sharded(net, world), world, self.front)
-            for each in self.capabilities:
-                each.sharded(side)
+            for capability in self.capabilities:
+                capability.sharded(side)
         side.make_optimizer = self._made_optimizer
         side.optimizer = self._made_optimizer(side)
-        for each in self.capabilities:
-            each.begin(side)
+        for capability in self.capabilities:
+            capability.begin(side)
         return side
 
     def _made_optimizer(self, side: Side) -> torch.optim.Optimizer:
-        made = (each.optimizer(side) for each in self.capabilities)
-        return next((each for each in made if each is not None), None) or adamw(side.model)
+        made = (capability.optimizer(side) for capability in self.capabilities)
+        return next((optimizer for optimizer in made if optimizer is not None), None) or adamw(side.model)
 
     def _sharded(self, net: Net, world: World) -> nn.Module:
-        for each in self.capabilities:
-            each.before_sharding(net, world)
+        for capability in self.capabilities:
+            capability.before_sharding(net, world)
         units, options = [*net.blocks], dict[str, Any]()
-        for each in self.capabilities:
-            units, options = each.units(net, units), {**options, **each.options(self.front, world)}
+        for capability in self.capabilities:
+            units, options = (
+                capability.units(net, units),
+                {**options, **capability.options(self.front, world)},
+            )
         if self.front == "composable":
             options = translated({"device_mesh": world.data, **options})
             for unit in units:
-                if not any(each.makes_unit(unit, options) for each in self.capabilities):
+                if not any(capability.makes_unit(unit, options) for capability in self.capabilities):
                     fully_shard(unit, **options)
             return fully_shard(net, **options)
         if not {"process_group", "device_mesh"} & options.keys():
@@ -307,31 +312,31 @@ class Program:
         for at in steps:
             if at % 2 == 0:
                 with torch.no_grad():
-                    found, expected = (side.model(*batch(side, 100 * at)) for side in (sharded, plain))
-                self.assert_close(found, expected[sharded.rows], f"output before step {at}")
+                    output, expected = (side.model(*batch(side, 100 * at)) for side in (sharded, plain))
+                self.assert_close(output, expected[sharded.rows], f"output before step {at}")
             for side in (plain, sharded):
                 self.step(side, at)
 
     def step(self, side: Side, at: int) -> None:
         side.optimizer.zero_grad()
-        for each in self.capabilities:
-            each.before_step(side, at)
-        letters = next((each.letters for each in self.capabilities if each.letters), "F")
+        for capability in self.capabilities:
+            capability.before_step(side, at)
+        letters = next((capability.letters for capability in self.capabilities if capability.letters), "F")
         for number, letter in enumerate(letters):
             with accumulating(side.model, letter if side.world else "F"):
                 self._backward(side, 100 * at + number)
-        for each in self.capabilities:
-            each.after_backward(side)
-        if not any(each.update(side) for each in self.capabilities):
+        for capability in self.capabilities:
+            capability.after_backward(side)
+        if not any(capability.update(side) for capability in self.capabilities):
             side.optimizer.step()
-        for each in self.capabilities:
-            each.after_step(side, at)
+        for capability in self.capabilities:
+            capability.after_step(side, at)
 
     def _backward(self, side: Side, number: int) -> None:
         inputs = batch(side, number)
         loss = nn.functional.cross_entropy(side.model(*inputs).flatten(0, 1), inputs[0].flatten())
-        for each in self.capabilities:
-            loss = each.loss(side, loss, inputs)
+        for capability in self.capabilities:
+            loss = capability.loss(side, loss, inputs)
         loss.backward()
 
     def assert_same_states(self, plain: Side, sharded: Side, kind: str) -> None:
@@ -344,20 +349,20 @@ class Program:
         self.assert_tree(whole(optim["state"]), expected["state"], f"{kind} optimizer state")
         self.assert_tree(groups_of(optim), groups_of(expected), f"{kind} optimizer groups")
 
-    def assert_tree(self, found: Value, expected: Value, what: str) -> None:
+    def assert_tree(self, actual: Value, expected: Value, what: str) -> None:
         if isinstance(expected, Mapping):
-            assert {*found} == {*expected}, f"{what}: {[*found]} in place of {[*expected]}"
+            assert {*actual} == {*expected}, f"{what}: {[*actual]} in place of {[*expected]}"
             for key, value in expected.items():
-                self.assert_tree(found[key], value, f"{what} '{key}'")
+                self.assert_tree(actual[key], value, f"{what} '{key}'")
         elif isinstance(expected, torch.Tensor):
-            self.assert_close(torch.as_tensor(found), expected, what)
+            self.assert_close(torch.as_tensor(actual), expected, what)
         else:
-            assert found == expected, f"{what}: {found} in place of {expected}"
+            assert actual == expected, f"{what}: {actual} in place of {expected}"
 
-    def assert_close(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        tolerance = max((each.tolerance for each in self.capabilities), default=1e-9)
+    def assert_close(self, actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        tolerance = max((capability.tolerance for capability in self.capabilities), default=1e-9)
         close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
-        close(found.detach().to(expected.dtype), expected, msg=lambda told: f"{what}: {told}")
+        close(actual.detach().to(expected.dtype), expected, msg=lambda told: f"{what}: {told}")
 
 
 def batch(side: Side, number: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,5 +41,5 @@ def test_capabilities_that_meet(draw: Draw, tmp_path: Path) -> None:
 
 
 def run_draw(rank: int, world_size: int, draw: str, folder: str) -> None:
-    found = Draw.of(draw)
-    Program(found.front, found.capabilities(), Path(folder)).run()
+    drawn = Draw.of(draw)
+    Program(drawn.front, drawn.capabilities(), Path(folder)).run()

@@ -116,15 +116,15 @@ class Weights(Way):
     slots: Any = ("way", "full values")
 
     def bring(self, program: Program, first: Side, second: Side) -> None:
-        found, buffers = self.brought(program, first), dict(first.model.named_buffers())
+        values, buffers = self.brought(program, first), dict(first.model.named_buffers())
         full: Any = get_model_state_dict(first.model, options=FULL)
         for name, value in full.items():
-            if name in found:
-                program.assert_close(found[name], value, f"{self.name} '{name}'")
+            if name in values:
+                program.assert_close(values[name], value, f"{self.name} '{name}'")
             elif name in buffers:
-                found[name] = value
+                values[name] = value
         lenient = StateDictOptions(full_state_dict=True, strict=False)
-        set_model_state_dict(second.model, dict(found), options=lenient)
+        set_model_state_dict(second.model, dict(values), options=lenient)
         move_full(first, second, model=False)
 
     def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
@@ -190,9 +190,9 @@ class WeightChanges(Weights):
             side.notes["changes"] = weight_changes(side.model)
 
     def brought(self, program: Program, first: Side) -> dict[str, torch.Tensor]:
-        found = [first.notes["changes"].collect()]
-        dist.broadcast_object_list(found)
-        apply_changes(first.notes["before"], found[0])
+        changes = [first.notes["changes"].collect()]
+        dist.broadcast_object_list(changes)
+        apply_changes(first.notes["before"], changes[0])
         return first.notes["before"]
 
 

@@ -31,12 +31,12 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text("utf-8")
     return [
         Block(
-            found["language"].strip(),
-            found["source"],
-            text.count("\n", 0, found.start()) + 1,
-            text[: found.start()].rstrip().rpartition("\n")[2].startswith("<!--- skip: next"),
+            fence["language"].strip(),
+            fence["source"],
+            text.count("\n", 0, fence.start()) + 1,
+            text[: fence.start()].rstrip().rpartition("\n")[2].startswith("<!--- skip: next"),
         )
-        for found in _FENCE.finditer(text)
+        for fence in _FENCE.finditer(text)
     ]
 
 
@@ -46,10 +46,10 @@ def name_of(page: Path) -> str:
 
 
 def program_of(page: str) -> Path | None:
-    """The program of which a page shows parts, which is one of its commands."""
-    found = re.search(
+    """The program of which a page shows parts: the one that the page's command runs."""
+    matched = re.search(
         r"(?:torchrun --nproc-per-node 2|python) (examples/how_to/(?:in_depth/)?\w+\.py)$",
         (ROOT / page).read_text(),
         re.M,
     )
-    return ROOT / found[1] if found else None
+    return ROOT / matched[1] if matched else None

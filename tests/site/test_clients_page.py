@@ -46,7 +46,7 @@ def test_rows_tell_versions_cases_and_results(report: Path, tmp_path: Path, monk
     monkeypatch.setattr(clients, "TARGET", target)
 
     def rows_after(*arguments: object) -> list[str]:
-        assert clients.main([str(each) for each in arguments]) == 0
+        assert clients.main([str(argument) for argument in arguments]) == 0
         head, _, rows = target.read_text().partition("## Run by hand")[0].partition("## torch 2.13.0\n")
         assert head.startswith("# Clients") and "|---" in rows
         return [row for row in rows.splitlines() if row.startswith("|")][2:]

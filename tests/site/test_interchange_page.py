@@ -37,8 +37,10 @@ def test_only_what_arrived_everywhere_is_exact() -> None:
     way, writer, reader = next(iter(WAYS)), *[*FORMS][:2]
 
     def cell(told: list[str]) -> tuple[str, list[str]]:
-        found = [interchange.Outcome(way, writer, reader, pair, each) for pair, each in zip(PAIRS, told)]
-        lines = interchange.table_of(way, found)
+        outcomes = [
+            interchange.Outcome(way, writer, reader, pair, result) for pair, result in zip(PAIRS, told)
+        ]
+        lines = interchange.table_of(way, outcomes)
         (row,) = (line for line in lines if line.startswith(f"| {writer} |"))
         return row.split(" | ")[2], [line for line in lines if line.startswith("1. ")]
 

@@ -28,8 +28,8 @@ from site_pages import DOCS, blocks
 
 def public_modules() -> list[ModuleType]:
     """The modules that users import: those without an underscore that say what they have."""
-    found = pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap.")
-    doors = [each.name for each in found if each.ispkg or each.name.count(".") == 1]
+    infos = pkgutil.walk_packages(fsdp_wrap.__path__, "fsdp_wrap.")
+    doors = [info.name for info in infos if info.ispkg or info.name.count(".") == 1]
     paths = [path for path in doors if "._" not in path]
     paths += ["fsdp_wrap", "fsdp_wrap.tools.debug_page"]  # of which the latter needs packages of its own
     modules = [importlib.import_module(path) for path in paths]
@@ -38,12 +38,12 @@ def public_modules() -> list[ModuleType]:
 
 def listed() -> list[Any]:
     """What the pages of the reference list, resolved, in their order."""
-    found = []
+    public = []
     for page in sorted((DOCS / "reference").glob("*.md")):
         for path in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M):
             module, _, name = path.rpartition(".")
-            found.append(getattr(importlib.import_module(module), name))
-    return found
+            public.append(getattr(importlib.import_module(module), name))
+    return public
 
 
 def is_torchs(value: Any) -> bool:
@@ -60,7 +60,7 @@ def public_values() -> dict[str, Any]:
 
 
 def test_every_public_name_is_in_the_reference_once():
-    """Those of torch's are told in its text."""
+    """Torch's own names are told in its text."""
     of_reference = [id(value) for value in listed()]
     assert len(of_reference) == len(set(of_reference)), "a value is listed under two paths"
     values = public_values()
@@ -72,27 +72,27 @@ def test_every_public_name_is_in_the_reference_once():
 
 
 def documented_constants() -> set[str]:
-    """The names in the package to which a text is attached that says what they are."""
-    found = set()
+    """The constants in the package that are followed by a docstring."""
+    constants = set()
     for path in Path(fsdp_wrap.__path__[0]).rglob("*.py"):
         body = ast.parse(path.read_text("utf-8")).body
         for statement, after in zip(body, body[1:]):
             told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             if told and isinstance(statement, ast.Assign | ast.AnnAssign):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
+                constants |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return constants
 
 
 def members(kind: type) -> list[tuple[str, Any]]:
     """The public functions and properties that a class adds, or takes from private classes of ours."""
-    classes = [each for each in kind.__mro__ if each.__module__.startswith("fsdp_wrap")]
-    names = dict.fromkeys(name for each in classes for name in vars(each) if not name.startswith("_"))
-    found = [(f"{kind.__qualname__}.{name}", inspect.getattr_static(kind, name)) for name in names]
+    classes = [base for base in kind.__mro__ if base.__module__.startswith("fsdp_wrap")]
+    names = dict.fromkeys(name for base in classes for name in vars(base) if not name.startswith("_"))
+    named = [(f"{kind.__qualname__}.{name}", inspect.getattr_static(kind, name)) for name in names]
     functions = (staticmethod, classmethod, property)
     return [
         (name, member)
-        for name, member in found
+        for name, member in named
         if inspect.isfunction(member) or isinstance(member, functions)
     ]
 
@@ -141,13 +141,13 @@ def returned() -> set[str]:
 
 def told(section: str, *values: Any) -> set[str]:
     """The names that a section of docstrings describes; of a class also in those of its bases."""
-    found = set()
+    names = set()
     for value in values:
         for owner in inspect.getmro(value) if inspect.isclass(value) else [value]:
             text = inspect.cleandoc(owner.__doc__ or "")
             for lines in re.findall(rf"^{section}:\n((?:    .*\n?|\n)*)", text, re.M):
-                found |= set(re.findall(r"^    \**(\w+): ", lines, re.M))
-    return found
+                names |= set(re.findall(r"^    \**(\w+): ", lines, re.M))
+    return names
 
 
 def test_every_parameter_is_described():
@@ -183,15 +183,15 @@ def raised(function: Any) -> list[type[BaseException]]:
     if not inspect.getfile(function).startswith(fsdp_wrap.__path__[0]) or function.__name__ == "<lambda>":
         return []
     source = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    left, found = [*ast.iter_child_nodes(source)], list[type[BaseException]]()
+    left, errors = [*ast.iter_child_nodes(source)], list[type[BaseException]]()
     for node in left:  # which grows meanwhile
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             error: Any = eval(ast.unparse(node.exc.func), {**function.__globals__})
             if isinstance(error, type) and issubclass(error, BaseException):
-                found.append(error)
+                errors.append(error)
         if not isinstance(node, ast.FunctionDef | ast.Lambda):
             left += ast.iter_child_nodes(node)
-    return found
+    return errors
 
 
 # --- its examples ---------------------------------------------------------------------------------------

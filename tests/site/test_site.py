@@ -35,11 +35,11 @@ def test_links_of_readme_lead_somewhere():
 def test_blocks_say_what_they_are():
     """So that none is passed over when snippets run. Those of `sh` are files for clusters."""
     for page in pages():
-        found = blocks(page)
-        assert {block.language for block in found} <= LANGUAGES, [block[::2] for block in found]
+        shown = blocks(page)
+        assert {block.language for block in shown} <= LANGUAGES, [block[::2] for block in shown]
         fences = re.findall(r"^ *```", page.read_text("utf-8"), re.M)
-        assert len(fences) == 2 * len(found), f"{name_of(page)}: a fence is not closed"
-        for block in found:
+        assert len(fences) == 2 * len(shown), f"{name_of(page)}: a fence is not closed"
+        for block in shown:
             if block.language in {"bash", "sh"}:
                 done = run("bash", "-n", given=block.source, code=None)
                 assert done.code == 0, f"{name_of(page)}:{block.line}: {done}"
@@ -65,13 +65,17 @@ def test_pages_that_show_parts_of_a_program_show_it_as_it_is():
     for page, program in shown.items():
         imports, whole = statements(program.read_text("utf-8"))
         begin = 0
-        for block in (each for each in blocks(page) if each.language == "python" and not each.skipped):
+        for block in (
+            candidate
+            for candidate in blocks(page)
+            if candidate.language == "python" and not candidate.skipped
+        ):
             told = f"{name_of(page)}, line {block.line}: {program.name} has it otherwise"
             needed, part = statements(block.source)
             assert needed <= imports, told
-            found = [n for n in range(begin, len(whole)) if whole[n : n + len(part)] == part]
-            assert found, told
-            begin = found[0]
+            starts = [n for n in range(begin, len(whole)) if whole[n : n + len(part)] == part]
+            assert starts, told
+            begin = starts[0]
 
 
 def test_pages_hide_nothing():
@@ -100,7 +104,7 @@ def test_pages_write_into_folders_of_their_own():
         parts += [program.read_text("utf-8")] if program else []
         for folder in re.findall(r"\bruns/\w+", "".join(parts)):
             owners.setdefault(folder, set()).add(name_of(page))
-    assert not {folder: found for folder, found in owners.items() if len(found) > 1}
+    assert not {folder: users for folder, users in owners.items() if len(users) > 1}
 
 
 def test_what_pages_install_is_there():
@@ -109,9 +113,9 @@ def test_what_pages_install_is_there():
         text = "".join(block.source for block in blocks(page))
         for command in re.findall(r"^pip install (.*?)(?: &&|$)", text, re.M):
             for word in shlex.split(command):
-                found = re.fullmatch(r"(?:\.|fsdp-wrap)(?:\[([\w,]+)\])?", word)
-                assert word == "-e" or found, f"{name_of(page)}: pip install {word}"
-                wanted = {*(found[1] or "").split(",")} - {""} if found else set()
+                matched = re.fullmatch(r"(?:\.|fsdp-wrap)(?:\[([\w,]+)\])?", word)
+                assert word == "-e" or matched, f"{name_of(page)}: pip install {word}"
+                wanted = {*(matched[1] or "").split(",")} - {""} if matched else set()
                 assert wanted <= extras, f"{name_of(page)}: {word}"
 
 
@@ -198,7 +202,9 @@ def test_performance_is_written_from_the_figures_that_were_kept(monkeypatch, tmp
 def test_pictures_follow_light_and_dark_pages_with_few_colours():
     for path in [*DOCS.glob("performance/*.svg"), *DOCS.glob("pictures/*.svg")]:
         text = path.read_text("utf-8")
-        found = {each.lower() for each in re.findall(r"#[0-9a-fA-F]{6}\b", text.partition("</style>")[2])}
+        colours = {
+            colour.lower() for colour in re.findall(r"#[0-9a-fA-F]{6}\b", text.partition("</style>")[2])
+        }
         assert "prefers-color-scheme:dark" in text and "currentColor" in text, path.name
-        assert "#ffffff" not in found and "#000000" not in found, path.name
-        assert len(found - {INK}) <= 5, f"{path.name}: {found}"
+        assert "#ffffff" not in colours and "#000000" not in colours, path.name
+        assert len(colours - {INK}) <= 5, f"{path.name}: {colours}"

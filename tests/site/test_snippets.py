@@ -54,8 +54,8 @@ fsdp-wrap() {{ command python -m fsdp_wrap "$@"; }}
 
 def pages_with(language: str) -> list[str]:
     """The pages that have blocks of a language."""
-    found = [page for page in pages() if name_of(page) not in ELSEWHERE]
-    return [name_of(page) for page in found if any(block.language == language for block in blocks(page))]
+    searched = [page for page in pages() if name_of(page) not in ELSEWHERE]
+    return [name_of(page) for page in searched if any(block.language == language for block in blocks(page))]
 
 
 @pytest.fixture

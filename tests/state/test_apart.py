@@ -184,10 +184,10 @@ def test_what_all_ranks_do_is_silent_and_right(rank, world_size, front):
         for _ in range(2):
             backward(model, rank, number)
             mean_backward(partial(loss, plain, number))
-            for each in (optimizer, theirs):
-                load_optimizer(model, each)
-                each.step()
-                each.zero_grad()
+            for stepped in (optimizer, theirs):
+                load_optimizer(model, stepped)
+                stepped.step()
+                stepped.zero_grad()
         if front in ("NO_SHARD", "replicate") and rank == 0:
             best = copy.deepcopy(model)
             best.load_state_dict(model.state_dict())

@@ -57,14 +57,14 @@ def assert_norms_and_clipping(
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)
     calls = []
     with count_collectives() as traffic:
-        found = model.grad_norms(norm_type)
+        norms = model.grad_norms(norm_type)
     calls.append({name: count for name, (count, _) in traffic.items()})
     with count_collectives() as traffic:
         total = model.clip_grad_norm_(1e-3, norm_type)
     calls.append({name: count for name, (count, _) in traffic.items()})
     assert calls == [{"all_reduce": all_reduces} if all_reduces else {}] * 2
-    assert list(found) == list(by_name)
-    torch.testing.assert_close(found, by_name, rtol=1e-10, atol=1e-12)
+    assert list(norms) == list(by_name)
+    torch.testing.assert_close(norms, by_name, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-12)
     assert len(set(gather_objects(total.item()))) == 1
     assert_grads_equal(model, plain, ignored)
@@ -73,9 +73,9 @@ def assert_norms_and_clipping(
 def assert_grads_equal(
     model: nn.Module, plain: nn.Module, ignored: Mapping[str, nn.Parameter] | None = None
 ) -> None:
-    found = full_grads(model) | {name: param.grad for name, param in (ignored or {}).items()}
+    grads = full_grads(model) | {name: param.grad for name, param in (ignored or {}).items()}
     for name, param in plain.named_parameters():
-        torch.testing.assert_close(found[name], param.grad, rtol=1e-9, atol=1e-13, msg=name)
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
 def values(norms: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -147,9 +147,9 @@ def test_tied_parameters_count_once_by_their_first_name(rank, world_size):
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     for model in (by_policy, FSDP(by_hand, use_orig_params=True)):
         model(x).square().sum().backward()
-        found = model.grad_norms()
-        assert list(found) == list(norms)
-        assert values(found) == pytest.approx(norms)
+        own = model.grad_norms()
+        assert list(own) == list(norms)
+        assert values(own) == pytest.approx(norms)
         torch.testing.assert_close(model.clip_grad_norm_(1.0), expected)
     lender, borrower = (FSDP(layer, use_orig_params=True) for layer in apart)  # two roots
     borrower(lender(x)).square().sum().backward()
@@ -216,7 +216,7 @@ POLICIES = {
 def test_norms_are_of_the_dtype_in_which_gradients_are_kept(
     rank, world_size, strategy, use_orig_params, policy
 ):
-    """On all ranks, those without a gradient of their own too."""
+    """On all ranks, also on those without a gradient of their own."""
     mixed_precision, expected = POLICIES[policy]
     options: Any = {"mixed_precision": mixed_precision, "use_orig_params": use_orig_params}
     options |= {"sharding_strategy": ShardingStrategy[strategy]}
@@ -241,13 +241,15 @@ def test_large_half_precision_gradients_are_clipped_precisely(rank, world_size):
 @pytest.mark.parametrize("norm_type", NORMS)
 @ranks(3)
 def test_exchanged_gradients_count_as_they_are(rank, world_size, norm_type):
-    """After a call that may note how those lie that were reduced."""
+    """After a call that may have noted where the reduced gradients lie."""
     _, model = twins(Transformer, DOUBLE, auto_wrap_policy=WRAPPINGS["block"](), use_orig_params=True)
     for way in ("as reduced", "edited", "another tensor", "other data", "none"):
         for exchanges in (False, True):
             model.zero_grad()
             backward(model, rank)
-            for number, param in enumerate(each for each in model.parameters() if each.numel() and exchanges):
+            for number, param in enumerate(
+                weight for weight in model.parameters() if weight.numel() and exchanges
+            ):
                 if way == "edited":
                     param.grad.mul_(number)
                 elif way == "another tensor" and number % 2:
@@ -296,7 +298,7 @@ def test_modules_that_come_and_go_are_noticed(rank, world_size):
         lambda: raw[0].register_module("child", nn.Identity()),
     ):
         change()
-        ignored = [*raw[1].parameters(), *(each for part in raw[0].children() for each in part.parameters())]
+        ignored = [*raw[1].parameters(), *(own for part in raw[0].children() for own in part.parameters())]
         for param in ignored:
             param.grad = torch.ones_like(param)
         count = sum(param.numel() for param in ignored)
@@ -336,15 +338,15 @@ class Empty(nn.Module):
 def net(*modules: type[nn.Module]) -> nn.Sequential:
     """Layers between others, of three inputs and one output."""
     torch.manual_seed(0)
-    return nn.Sequential(*(each() for each in modules or (Layer, Layer)), nn.Linear(3, 1)).double()
+    return nn.Sequential(*(kind() for kind in modules or (Layer, Layer)), nn.Linear(3, 1)).double()
 
 
 def losses(model: nn.Module, seeds: range) -> torch.Tensor:
-    found = []
+    squares = []
     for seed in seeds:
         torch.manual_seed(seed)
-        found.append(model(torch.rand(2, 3).double()).square().sum())
-    return torch.stack(found).mean()
+        squares.append(model(torch.rand(2, 3).double()).square().sum())
+    return torch.stack(squares).mean()
 
 
 class _NoDTensors(TorchDispatchMode):
@@ -363,9 +365,9 @@ def test_gradients_that_were_replaced_or_are_not_there_and_modules_of_nobody(ran
     for param, same in zip(plain[2].parameters(), model[2].parameters()):
         same.grad.copy_(param.grad)
     for replaced in (False, True):
-        for each in (plain, model) if replaced else ():
-            each[0].up.bias.grad = None
-            each[0].down.weight.grad = each[0].down.weight.grad * 2
+        for changed in (plain, model) if replaced else ():
+            changed[0].up.bias.grad = None
+            changed[0].down.weight.grad = changed[0].down.weight.grad * 2
         by_name, total = expected_norms(plain, 2.0)
         torch.testing.assert_close(fsdp_wrap.grad_norms(model), by_name, rtol=1e-10, atol=1e-14)
         torch.testing.assert_close(fsdp_wrap.clip_grad_norm_(model, 1e-3), total, rtol=1e-10, atol=0)
@@ -389,12 +391,12 @@ def test_norms_and_clipped_gradients_are_those_of_a_plain_model(rank, world_size
         losses(model, range(rank, rank + 1)).backward()
         by_name, total = expected_norms(plain, float(p))
         with _NoDTensors():
-            found = fsdp_wrap.grad_norms(model, p)
+            norms = fsdp_wrap.grad_norms(model, p)
             clipped = fsdp_wrap.clip_grad_norm_(model, 0.5 * total.item(), p)
         torch.testing.assert_close(clipped, total, rtol=1e-10, atol=0)
         # With original parameters, empty slices have no gradients.
-        by_name = {name: norm for name, norm in by_name.items() if norm or name in found}
-        torch.testing.assert_close(found, by_name, rtol=1e-10, atol=1e-14)
+        by_name = {name: norm for name, norm in by_name.items() if norm or name in norms}
+        torch.testing.assert_close(norms, by_name, rtol=1e-10, atol=1e-14)
         params = [param for param in plain.parameters() if param.numel()]
         nn.utils.clip_grad_norm_(params, 0.5 * total.item(), float(p))
         grads = full_grads(model)
@@ -464,7 +466,7 @@ def test_non_finite_norms_are_the_same_on_all_ranks(rank, world_size, where):
 @each_front
 @ranks(2)
 def test_gradients_that_were_nan_and_are_zeroed_leave_none_in_their_memory(rank, world_size, front):
-    """Which has padding between parameters, and stays where gradients are zeroed and not dropped."""
+    """That memory has padding between parameters, and stays where gradients are zeroed, not dropped."""
     model = shard(front, nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))
     totals = []
     for factor in (1.0, math.inf, 1.0):
@@ -476,8 +478,8 @@ def test_gradients_that_were_nan_and_are_zeroed_leave_none_in_their_memory(rank,
 
 def test_plain_models_and_wrong_uses():
     plain, model = net(), net()
-    for each in (plain, model):
-        losses(each, range(1)).backward()
+    for trained in (plain, model):
+        losses(trained, range(1)).backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
     torch.testing.assert_close(fsdp_wrap.clip_grad_norm_(model, 1e-3), expected)
     for param, same in zip(plain.parameters(), model.parameters()):
@@ -542,8 +544,8 @@ def test_a_part_that_one_rank_has_none_of_outside_of_units(rank, world_size):
     norm = fsdp_wrap.clip_grad_norm_(model, 1e9)
     for grad in (torch.full_like(model[1].weight, 3.0), torch.zeros_like(model[1].weight)):
         model[1].weight.grad = grad
-        found = fsdp_wrap.clip_grad_norm_(model, 1e9)
-        torch.testing.assert_close(found.square(), norm.square() + grad.full_tensor().square().sum())
+        total = fsdp_wrap.clip_grad_norm_(model, 1e9)
+        torch.testing.assert_close(total.square(), norm.square() + grad.full_tensor().square().sum())
         largest = fsdp_wrap.clip_grad_norm_(model, 1e9, norm_type=torch.inf)
         assert largest == max(
             grad.full_tensor().max(), *(p.grad.full_tensor().max() for p in model[0].parameters())

@@ -52,19 +52,19 @@ def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, front):
     expected, expected_optim = theirs.get_state_dict(plain, reference)
     for offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
-        found, found_optim = theirs.get_state_dict(model, optimizer, options=options)
+        model_state, optim_state = theirs.get_state_dict(model, optimizer, options=options)
         if offload and rank:
-            assert (found, found_optim) == ({}, {})
+            assert (model_state, optim_state) == ({}, {})
         else:
-            assert_close(found, expected)
-            assert_same(found_optim, expected_optim)
+            assert_close(model_state, expected)
+            assert_same(optim_state, expected_optim)
     if front != "composable":
         return
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    found, found_optim = copy.deepcopy((expected, expected_optim) if rank == 0 else ({}, {}))
+    model_state, optim_state = copy.deepcopy((expected, expected_optim) if rank == 0 else ({}, {}))
     model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
     fresh = adamw(model)
-    both: dict[str, Any] = {"model_state_dict": found, "optim_state_dict": found_optim}
+    both: dict[str, Any] = {"model_state_dict": model_state, "optim_state_dict": optim_state}
     theirs.set_state_dict(model, fresh, **copy.deepcopy(both), options=options)
     theirs.set_state_dict(model, fresh, **both | {"model_state_dict": {}}, options=options)
     train_side_by_side(2, model, fresh, plain, reference)
@@ -215,15 +215,15 @@ def test_several_optimizers(rank, world_size):
         ]
         for module in (model, plain)
     )
-    for each in zip(one, other):
-        train_side_by_side(2, model, each[0], plain, each[1])
+    for pair in zip(one, other):
+        train_side_by_side(2, model, pair[0], plain, pair[1])
     options = StateDictOptions(full_state_dict=True)
-    found = theirs.get_optimizer_state_dict(model, one, options=options)
-    assert_same(found, theirs.get_optimizer_state_dict(plain, other))
+    state = theirs.get_optimizer_state_dict(model, one, options=options)
+    assert_same(state, theirs.get_optimizer_state_dict(plain, other))
     fresh = copy.copy(one[1])
     fresh.state = type(one[1].state)(dict)
-    theirs.set_optimizer_state_dict(model, [one[0], fresh], found, options=options)
-    assert_same(theirs.get_optimizer_state_dict(model, [one[0], fresh], options=options), found)
+    theirs.set_optimizer_state_dict(model, [one[0], fresh], state, options=options)
+    assert_same(theirs.get_optimizer_state_dict(model, [one[0], fresh], options=options), state)
 
 
 @ranks(2)
@@ -277,7 +277,7 @@ def test_state_dicts_are_without_the_names_of_compiling(rank, world_size, front,
             states.append(copy.deepcopy((state, optim)))
             assert dict(iter_full_params(model, buffers=True)).keys() == state.keys()
             other, fresh = made(then)
-            sent = ours._from_first_rank(other, {f"_orig_mod.{name}": each for name, each in state.items()})
+            sent = ours._from_first_rank(other, {f"_orig_mod.{name}": value for name, value in state.items()})
             assert isinstance(sent["_orig_mod.0.0.weight"], IntervalTensor), "each rank keeps its pieces"
             if way == "folder":
                 checkpoint = pytest.importorskip("fsdp_wrap.checkpoint")
@@ -289,7 +289,7 @@ def test_state_dicts_are_without_the_names_of_compiling(rank, world_size, front,
                 )
             step(model, optimizer, batches[2])
             step(other, fresh, batches[2])
-            assert_equal(*(theirs.get_model_state_dict(each, options=options) for each in (model, other)))
+            assert_equal(*(theirs.get_model_state_dict(net, options=options) for net in (model, other)))
         (state, optim), expected = states
         assert list(state)[0] == "0.0.weight"
         assert_equal(state, expected[0])
@@ -307,8 +307,8 @@ def test_states_of_modules_are_taken_by_module(rank, world_size):
         model, {first: given}, options=StateDictOptions(strict=False, full_state_dict=True)
     )
     assert keys.missing_keys == ["1.weight", "1.bias"]
-    found = theirs.get_model_state_dict(model, options=options)
-    assert_equal(found, expected | {f"0.{name}": value for name, value in given.items()})
+    state = theirs.get_model_state_dict(model, options=options)
+    assert_equal(state, expected | {f"0.{name}": value for name, value in given.items()})
 
 
 @ranks(2)
@@ -324,12 +324,12 @@ def test_state_of_parameters_that_only_another_model_has_is_left_out_unless_stri
         theirs.set_optimizer_state_dict(first, optimizer, copy.deepcopy(saved))
     lenient = StateDictOptions(strict=False)
     theirs.set_optimizer_state_dict(first, optimizer, copy.deepcopy(saved), options=lenient)
-    found = theirs.get_optimizer_state_dict(first, optimizer, options=full)
+    state = theirs.get_optimizer_state_dict(first, optimizer, options=full)
     expected: Any = theirs.get_optimizer_state_dict(plain, plain_other)
     names = [name for name in expected["state"] if name.startswith("0.")]
     groups = [{**group, "params": names} for group in expected["param_groups"]]
     states = {name: expected["state"][name] for name in names}
-    assert_same(found, {"state": states, "param_groups": groups})
+    assert_same(state, {"state": states, "param_groups": groups})
 
 
 @ranks(2)
@@ -353,8 +353,8 @@ def test_what_does_not_fit(rank, world_size):
         with pytest.raises(ValueError, match=f"'{name}' names no parameter"):
             theirs.set_optimizer_state_dict(model, optimizer, {name: 1})  # type: ignore[dict-item]
     lenient = StateDictOptions(strict=False)
-    found = theirs.set_model_state_dict(model, {"head.weight": head}, options=lenient)
-    assert "stem.weight" in found.missing_keys
+    keys = theirs.set_model_state_dict(model, {"head.weight": head}, options=lenient)
+    assert "stem.weight" in keys.missing_keys
     assert "stem.weight" in theirs.set_model_state_dict(model, {}, options=lenient).missing_keys
     assert_equal(model.state_dict(), before)
 
@@ -376,8 +376,8 @@ def test_torchs_own_functions_find_our_wrappers(rank, world_size):
         str(theirs.set_model_state_dict(model, other, options=options)) == "<All keys matched successfully>"
     )
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = theirs.get_model_state_dict(model, options=options)
-    assert_equal(found, other if rank == 0 else {})
+    saved = theirs.get_model_state_dict(model, options=options)
+    assert_equal(saved, other if rank == 0 else {})
 
     net = Net().double()
     part: nn.Module = copy.deepcopy(net)
@@ -385,8 +385,8 @@ def test_torchs_own_functions_find_our_wrappers(rank, world_size):
     part = FSDP(part, use_orig_params=True)
     for offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
-        found = theirs.get_model_state_dict(part, options=options)
-        assert_equal(found, net.state_dict() if rank == 0 or not offload else {})
+        saved = theirs.get_model_state_dict(part, options=options)
+        assert_equal(saved, net.state_dict() if rank == 0 or not offload else {})
 
 
 @each_front
@@ -422,8 +422,8 @@ def test_an_empty_model_state_dict_means_the_optimizer_alone(rank, world_size):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
         state = theirs.get_optimizer_state_dict(model, optimizer)
-        found = theirs.set_state_dict(model, again, model_state_dict={}, optim_state_dict=state)
-        assert found.missing_keys == found.unexpected_keys == []
+        keys = theirs.set_state_dict(model, again, model_state_dict={}, optim_state_dict=state)
+        assert keys.missing_keys == keys.unexpected_keys == []
         steps = [again.state[param]["step"] for param in model.parameters()]
         assert steps and set(map(float, steps)) == {1.0}
     theirs.set_state_dict(
@@ -442,9 +442,9 @@ from torch.optim import SGD
 
 def held_by_torch():
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
-    found = {name: dict(vars(module)) for name, module in modules.items() if hasattr(module, "__dict__")}
-    classes = [value for held in found.values() for value in held.values() if isinstance(value, type)]
-    return found, {cls: dict(vars(cls)) for cls in classes if cls.__module__.startswith("torch")}
+    namespaces = {name: dict(vars(module)) for name, module in modules.items() if hasattr(module, "__dict__")}
+    classes = [value for held in namespaces.values() for value in held.values() if isinstance(value, type)]
+    return namespaces, {cls: dict(vars(cls)) for cls in classes if cls.__module__.startswith("torch")}
 
 modules, classes = held_by_torch()
 import fsdp_wrap

@@ -22,7 +22,7 @@ from state_nets import WIDTH, Net, adamw, assert_close, each_way, new_batches, p
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """To which no gradient and one of zeros are the same."""
+    """Makes an optimizer for which no gradient and one of zeros are the same."""
     return torch.optim.SGD(module.parameters(), lr=1e-2)
 
 

@@ -26,7 +26,7 @@ def reversed_list(module: nn.Module) -> Any:
 
 
 def groups(module: nn.Module) -> Any:
-    """Those of the last units first, each reversed; one of them a generator, one a single parameter."""
+    """Makes groups, the last units first, each reversed; one is a generator, one a single parameter."""
     params = list(module.parameters())
     first, *middle, last = params if len(params) > 1 else [None, *params]
     chosen = [
@@ -98,7 +98,7 @@ def test_states_reach_their_parameters(rank, world_size, net, wrap, use_orig_par
 
 @ranks(2)
 def test_passing_it_warns_of_its_end(rank, world_size):
-    """At the caller's line; nothing else of the methods that take it does."""
+    """The warning names the caller's line; the methods do not warn without the argument."""
     model, plain = wrapped_and_plain(Net, whole, True)
     ours, theirs = adamw(model), adamw(plain)
     train_side_by_side(1, model, ours, plain, theirs)
@@ -201,7 +201,7 @@ def batch(rank: int) -> torch.Tensor:
 def step(model: nn.Module, optimizer: Any, batches: list[torch.Tensor]) -> None:
     def closure() -> float:
         optimizer.zero_grad()
-        total = sum(model(each).pow(2).mean() for each in batches) / len(batches)
+        total = sum(model(batch).pow(2).mean() for batch in batches) / len(batches)
         total.backward()
         return float(total)
 
@@ -239,7 +239,7 @@ def test_whole_parameters_train_as_a_plain_model(rank, world_size, use_orig_para
         plain = stack(4, 6, 2)
         options: Any = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
         model = FSDP(copy.deepcopy(plain), **options)
-        ours, theirs = (WHOLE[kind](each.parameters(), lr=0.1) for each in (model, plain))
+        ours, theirs = (WHOLE[kind](net.parameters(), lr=0.1) for net in (model, plain))
         wants_shapes, wants_each = kind == "Adafactor" and strategy == "FULL_SHARD", kind != "LBFGS"
         if wants_shapes or (wants_each and not use_orig_params):  # all there, but flat, or as one
             with pytest.raises(RuntimeError, match=f"{kind} computes with whole parameters"):
@@ -270,9 +270,9 @@ def test_weight_decay_that_groups_lose_is_told(rank, world_size, front):
         for _ in range(2):
             model(batch(rank)).sum().backward()
             optimizer.step()
-    told = [str(each.message) for each in caught if "weight decay may be lost" in str(each.message)]
+    told = [str(warning.message) for warning in caught if "weight decay may be lost" in str(warning.message)]
     assert len(told) == (0 if front == "composable" else 1)
-    assert all("this AdamW has '0.weight' in a group without it" in each for each in told)
+    assert all("this AdamW has '0.weight' in a group without it" in message for message in told)
     if front == "orig":
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "weight decay")

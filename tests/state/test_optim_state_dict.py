@@ -168,8 +168,8 @@ def test_the_first_rank_saves_and_gives_to_all(rank, world_size, strategy, use_o
         given = state if rank == 0 else None
         scattered.load_state_dict(FSDP.scatter_full_optim_state_dict(given, model, optim=scattered))
         resume(model, fresh, given)
-    for each in (scattered, fresh):
-        assert_same(FSDP.optim_state_dict(model, each), by_name(theirs, plain))
+    for loaded in (scattered, fresh):
+        assert_same(FSDP.optim_state_dict(model, loaded), by_name(theirs, plain))
     train_side_by_side(2, model, fresh, plain, theirs)
     assert_close(model.state_dict(), plain.state_dict())
 
@@ -376,8 +376,8 @@ def test_options_that_are_tensors_come_from_the_first_rank(rank, world_size):
     model = per_block(Net())
     optim = torch.optim.AdamW(model.parameters(), lr=torch.tensor([0.5]), foreach=False)
     given = FSDP.full_optim_state_dict(model, optim)
-    found = FSDP.scatter_full_optim_state_dict(given if rank == 0 else None, model, optim=optim)
-    assert torch.equal(found["param_groups"][0]["lr"], torch.tensor([0.5]))
+    scattered = FSDP.scatter_full_optim_state_dict(given if rank == 0 else None, model, optim=optim)
+    assert torch.equal(scattered["param_groups"][0]["lr"], torch.tensor([0.5]))
 
 
 @ranks(2)
@@ -435,8 +435,8 @@ def test_pieces_go_to_another_wrapping(rank, world_size, source, target, form):
     former.load_state_dict(FSDP.flatten_sharded_optim_state_dict(pieces, other, former))
     with FSDP.state_dict_type(model, SHARDED), FSDP.state_dict_type(other, SHARDED):
         resume(other, fresh, FSDP.optim_state_dict(model, ours))
-    for each in (fresh, former):
-        assert_same(FSDP.optim_state_dict(other, each), by_name(theirs, plain))
+    for loaded in (fresh, former):
+        assert_same(FSDP.optim_state_dict(other, loaded), by_name(theirs, plain))
 
 
 @ranks(3)

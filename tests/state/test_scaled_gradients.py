@@ -69,8 +69,8 @@ def test_training_equals_plain(rank, world_size, front, strategy, clips, kind, o
     )
     ours, reference = kind("cpu", **SCALING), GradScaler("cpu", **SCALING)
     sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), **sgd) for each in (model, plain))
-    clip, plain_clip = (partial(fronts.clip, each) if clips else None for each in (model, plain))
+    optimizer, plain_optimizer = (torch.optim.SGD(net.parameters(), **sgd) for net in (model, plain))
+    clip, plain_clip = (partial(fronts.clip, net) if clips else None for net in (model, plain))
     scales = []
     for step in range(8):
         scaled_step(ours, optimizer, loss_at(model, rank, world_size, step), clip)
@@ -105,8 +105,8 @@ def test_what_one_rank_finds_all_know(rank, world_size, fused):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
         scaled_step(scaler, optimizer, model(torch.ones(1, 4)).sum())  # what nobody finds, nobody skips
-        for name, found in model.state_dict().items():
-            torch.testing.assert_close(found, before[name] - 0.1, rtol=0, atol=1e-5)
+        for name, actual in model.state_dict().items():
+            torch.testing.assert_close(actual, before[name] - 0.1, rtol=0, atol=1e-5)
 
 
 @ranks(4)
@@ -188,9 +188,9 @@ def test_scaling_keeps_dtypes_and_structures_and_state_travels(rank, world_size)
     nested: list[Any] = [half, (double, [half])]
     scaled: list[Any] = scaler.scale(nested)
     assert [type(scaled), type(scaled[1]), type(scaled[1][1])] == [list, tuple, list]
-    for found, given in ((scaled[0], half), (scaled[1][0], double), (scaled[1][1][0], half)):
-        assert found.dtype == given.dtype and torch.equal(found, 4 * given)
-    assert torch.equal(next(iter(scaler.scale(each for each in (half,)))), 4 * half)
+    for result, given in ((scaled[0], half), (scaled[1][0], double), (scaled[1][1][0], half)):
+        assert result.dtype == given.dtype and torch.equal(result, 4 * given)
+    assert torch.equal(next(iter(scaler.scale(tensor for tensor in (half,)))), 4 * half)
     with pytest.raises(ValueError, match="takes a tensor or an iterable of tensors, not float"):
         scaler.scale(1.0)  # type: ignore[call-overload]
 
@@ -273,8 +273,8 @@ def test_mixed_dtypes_and_frozen_parameters_take_what_way_they_can(rank, world_s
         set_gradients_in_place(wrapped)
         for model in (wrapped, usual):
             loss_of(model, tokens(rank, 0)).backward()
-        found, expected = fronts.full_grads(wrapped), fronts.full_grads(usual)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        grads, expected = fronts.full_grads(wrapped), fronts.full_grads(usual)
+        assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
 class _Halves(nn.Module):
@@ -300,7 +300,7 @@ UNITS = 4
 @wrapper_fronts
 @ranks(2)
 def test_a_unit_of_memory_less(rank, world_size, front):
-    """The last but one unit, beside all shards: in place two units and one more gradient, else three."""
+    """Measures the peak of a backward beside all shards, with and without gradients in place."""
     os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"  # which would hold what travels once more
     before = settled_bytes()  # of earlier tests
     model = shard(front, nn.Sequential(*(_Halves() for _ in range(UNITS))), ModuleWrapPolicy({_Halves}))

@@ -66,33 +66,33 @@ def test_state_dict_equals_that_of_the_plain_module(rank, world_size, name):
     is_tied = name in ("Tied", "Shared")
     for wrap, use_orig_params in WAYS_OF_TIES if is_tied else WAYS:
         model, plain = wrapped_and_plain(MODELS[name], wrap, use_orig_params)
-        expected, found = plain.state_dict(), model.state_dict()
-        assert_equal(found, expected)
-        assert found._metadata.items() >= expected._metadata.items()
+        expected, state = plain.state_dict(), model.state_dict()
+        assert_equal(state, expected)
+        assert state._metadata.items() >= expected._metadata.items()
         inner = {clean(path): module for path, module in model.named_modules()}
         for path in ("", "blocks.1", "head") if name == "Hooked" else ():
             assert inner[path].seen == plain.get_submodule(path).seen, "once, with clean prefixes"
         if wrap is not below_plain and not is_tied:
-            assert_own_memory(found)
-            for value in found.values():
+            assert_own_memory(state)
+            for value in state.values():
                 value.fill_(7) if isinstance(value, torch.Tensor) else None
         assert_equal(model.state_dict(), expected)  # neither taking it nor writing into it changes anything
 
         before = torch.zeros(1)
-        found, expected = OrderedDict(before=before), OrderedDict(before=before)
-        found._metadata, expected._metadata = OrderedDict(), OrderedDict()  # as nn.Module wants it
-        assert model.state_dict(destination=found, prefix="net.") is found
+        state, expected = OrderedDict(before=before), OrderedDict(before=before)
+        state._metadata, expected._metadata = OrderedDict(), OrderedDict()  # as nn.Module wants it
+        assert model.state_dict(destination=state, prefix="net.") is state
         plain.state_dict(destination=expected, prefix="net.")
-        assert_equal(found, expected)
-        assert found._metadata.items() >= expected._metadata.items()
+        assert_equal(state, expected)
+        assert state._metadata.items() >= expected._metadata.items()
         assert_equal(model.state_dict(prefix="net."), plain.state_dict(prefix="net."))
-        found, expected = (module.state_dict(keep_vars=True) for module in (model, plain))
-        assert list(found) == list(expected)
+        state, expected = (module.state_dict(keep_vars=True) for module in (model, plain))
+        assert list(state) == list(expected)
         for key, value in expected.items():
-            assert isinstance(found[key], nn.Parameter) == isinstance(value, nn.Parameter), key
+            assert isinstance(state[key], nn.Parameter) == isinstance(value, nn.Parameter), key
             if isinstance(value, nn.Parameter):
-                assert found[key].requires_grad == value.requires_grad, key
-                assert torch.equal(found[key], value), key
+                assert state[key].requires_grad == value.requires_grad, key
+                assert torch.equal(state[key], value), key
 
 
 def clean(name: str) -> str:
@@ -115,9 +115,9 @@ def test_hooks_on_the_wrapper_run(rank, world_size):
     model, plain = wrapped_and_plain(Net, per_block, True)
     for module in (model, plain):
         module._register_state_dict_hook(without_biases)  # unlike a post-hook it may return another
-    found = model.state_dict()
-    assert found and not any(name.endswith("bias") for name in found)
-    assert_equal(found, plain.state_dict())
+    state = model.state_dict()
+    assert state and not any(name.endswith("bias") for name in state)
+    assert_equal(state, plain.state_dict())
 
 
 @pytest.mark.parametrize("cls", [Net, Tied, Shared, Buffered, WithExtraState, Mixed, WithDoubling])
@@ -152,9 +152,9 @@ def test_values_are_cast_and_names_may_miss_as_in_a_plain_module(rank, world_siz
         for name in ("shift", "blocks.1.up.bias", "norm.running_var", "stem.weight"):
             del state[name]
         state["extra"] = state["blocks.1.extra"] = torch.zeros(2)
-        expected, found = (module.load_state_dict(state, strict=False) for module in (plain, model))
-        assert sorted(found.missing_keys) == sorted(expected.missing_keys)
-        assert sorted(found.unexpected_keys) == sorted(expected.unexpected_keys)
+        expected, outcome = (module.load_state_dict(state, strict=False) for module in (plain, model))
+        assert sorted(outcome.missing_keys) == sorted(expected.missing_keys)
+        assert sorted(outcome.unexpected_keys) == sorted(expected.unexpected_keys)
         assert_equal(model.state_dict(), plain.state_dict())
         state = dict(changed(plain.state_dict()))
         # What hooks forgive, or old versions: before it had one, BatchNorm did not count its batches.
@@ -179,11 +179,11 @@ def test_saving_and_loading_beside_training(rank, world_size, wrap, use_orig_par
     source, _ = wrapped_and_plain(Net, wrap, use_orig_params)
 
     def look_and_load() -> None:
-        found = model.state_dict()
-        assert_close(found, plain.state_dict())
-        assert_own_memory(found)
-        for other in gather_objects(found):
-            assert_equal(other, found)
+        own = model.state_dict()
+        assert_close(own, plain.state_dict())
+        assert_own_memory(own)
+        for other in gather_objects(own):
+            assert_equal(other, own)
         state = {name: value * 0.9 + 0.01 for name, value in plain.state_dict().items()}
         plain.load_state_dict(state)
         source.load_state_dict(state)
@@ -260,7 +260,7 @@ def summoned_values(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("wrap", "use_orig_params"), [*WAYS, (by_hand, True)])
 @ranks(2)
 def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap, use_orig_params, kind):
-    """Before it is looked at in any way, or loaded again; pieces leave it as it was."""
+    """Whatever looks at the model next, or loads it again; a load of pieces leaves it as it was."""
     model, plain = wrapped_and_plain(WithFailing, wrap, use_orig_params)
     (failing,) = (module for module in model.modules() if isinstance(module, Failing))
     state = {name: value * 0.9 for name, value in plain.state_dict().items()}
@@ -276,9 +276,9 @@ def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap,
         with pytest.raises(KeyError, match="of the user's own"):
             load(model, kind, state)
         failing.fails = False
-        found = values_of(model) if kind is SHARDED or wrap is below_plain else {}
-        for name in owned if found else ():
-            assert torch.equal(found[name], expected[name]), (values_of, name)
+        values = values_of(model) if kind is SHARDED or wrap is below_plain else {}
+        for name in owned if values else ():
+            assert torch.equal(values[name], expected[name]), (values_of, name)
     batch = new_batches()[rank]
     model(batch).square().mean().backward()
     load(model, kind, state)
@@ -288,7 +288,7 @@ def test_module_that_fails_to_load_leaves_a_usable_model(rank, world_size, wrap,
 
 
 class Lazy:
-    """No tensor, but one in any torch function; such things stand in the checkpoints that Lightning reads."""
+    """Becomes a tensor in any torch function, like the values of checkpoints that Lightning reads."""
 
     reads = 0
 
@@ -305,7 +305,7 @@ class Lazy:
 @pytest.mark.parametrize("own_way", [False, True])
 @ranks(2)
 def test_values_that_are_read_when_asked(rank, world_size, own_way):
-    """Once each where every rank takes its part, and in torch's walk, which load hooks call for."""
+    """Each is read once, both where every rank takes its part and in torch's walk, which hooks need."""
     source = Net()
     model = per_block(Net(), use_orig_params=True)
     if own_way:

@@ -153,8 +153,8 @@ def test_offloaded_values_are_copies(rank, world_size, kind):
                 tensor.add_(1)
         for name, value in before.items():
             if wrap is not below_plain or name.startswith(("stem", "blocks.1")):
-                found, expected = (getattr(each, "piece", each) for each in (state[name], value))
-                assert torch.equal(found, expected), name
+                own, expected = (getattr(held, "piece", held) for held in (state[name], value))
+                assert torch.equal(own, expected), name
 
 
 class Chain(nn.Module):
@@ -192,17 +192,17 @@ def test_boxes_cover_every_interval_once(shape):
     numel = torch.Size(shape).numel()
     values = torch.arange(numel)
     for start, stop in itertools.combinations_with_replacement(range(numel + 1), 2):
-        found = torch.full(shape, -1)
+        covered = torch.full(shape, -1)
         boxes = list(boxes_of(shape, start, stop))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         for box in boxes:
-            part = found[tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes))]
+            part = covered[tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes))]
             assert box.numel > 0 or numel == 0
             assert (part == -1).all(), "twice"
             part.copy_(values[box.first : box.first + box.numel].view(box.sizes))
         expected = torch.full((numel,), -1)
         expected[start:stop] = values[start:stop]
-        assert torch.equal(found.flatten(), expected)
+        assert torch.equal(covered.flatten(), expected)
 
 
 @each_form
@@ -270,8 +270,8 @@ def test_pieces_of_another_wrapping_are_refused_and_names_may_miss(rank, world_s
             load(model, kind, state)
     assert_equal(model.state_dict(), expected)
     state = {name: value * 2 for name, value in take(model, SHARDED).items() if name != "stem.weight"}
-    found = load(model, SHARDED, state | {"extra": torch.zeros(1)}, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == (["stem.weight"], ["extra"])
+    keys = load(model, SHARDED, state | {"extra": torch.zeros(1)}, strict=False)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["stem.weight"], ["extra"])
     doubled = {name: value * (1 if name == "stem.weight" else 2) for name, value in expected.items()}
     assert_equal(model.state_dict(), doubled)
 
@@ -368,7 +368,7 @@ def test_placements_and_operations_of_pieces(rank, world_size):
     assert torch.equal(value.full_tensor(), torch.arange(10.0).view(2, 5))
     assert value.device_mesh == DeviceMesh.from_group(dist.group.WORLD, "cpu")
     assert value.placements == (Intervals(),)
-    assert sum(each.tensor.numel() for each in value.local_shards()) == 5
+    assert sum(shard.tensor.numel() for shard in value.local_shards()) == 5
     for gone in ("local_tensor", "metadata"):
         with pytest.raises(AttributeError, match=f"'{gone}': it is gone since 0.2.*(boxes|to_local)"):
             getattr(value, gone)

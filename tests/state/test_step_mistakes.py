@@ -402,7 +402,7 @@ def test_clipping_by_torchs_function_is_silent_where_each_rank_has_whole_gradien
     for module in (*copied.blocks, copied):
         replicate(module)
     strategies = ["NO_SHARD"] if world_size > 1 else ["NO_SHARD", "FULL_SHARD"]
-    wrapped = [made(front, world_size, each) for front in FRONTS[:2] for each in strategies]
+    wrapped = [made(front, world_size, strategy) for front in FRONTS[:2] for strategy in strategies]
     for model in (copied, *wrapped, made("composable", world_size)):
         optimizer = sgd(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

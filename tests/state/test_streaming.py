@@ -50,23 +50,23 @@ def assert_streams(model: nn.Module, plain: nn.Module, all_sent: bool) -> None:
     """Parameters, their other names and buffers come as a plain module has them, in memory of their own."""
     for budget in BUDGETS:
         with count_collectives() as traffic:
-            found = dict(iter_full_params(model, budget=budget))
+            streamed = dict(iter_full_params(model, budget=budget))
         if all_sent:
             assert set(traffic) == {"broadcast"}
-            assert traffic["broadcast"].bytes == sum(value.nbytes for value in found.values())
-        assert_equal(found, parameters(plain))
-        storages = {value.untyped_storage().data_ptr() for value in found.values()}
-        assert len(storages) == len(found)  # nobody else's memory
-        assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
+            assert traffic["broadcast"].bytes == sum(value.nbytes for value in streamed.values())
+        assert_equal(streamed, parameters(plain))
+        storages = {value.untyped_storage().data_ptr() for value in streamed.values()}
+        assert len(storages) == len(streamed)  # nobody else's memory
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in streamed.values())
     every = plain.named_parameters(remove_duplicate=False)
     buffers = {name for name, _ in plain.named_buffers(remove_duplicate=False)}
     aliases = param_aliases(model)
-    names = [name for first in found for name in (first, *aliases.pop(first, ()))]
+    names = [name for first in streamed for name in (first, *aliases.pop(first, ()))]
     assert sorted(names) == sorted(name for name, _ in every)
     assert {name for first, others in aliases.items() for name in (first, *others)} <= buffers
     with_buffers = dict(iter_full_params(model, buffers=True))
     kept = [name for name in plain.state_dict() if name in buffers]
-    assert list(with_buffers) == [*found, *kept]
+    assert list(with_buffers) == [*streamed, *kept]
     assert_equal({name: with_buffers[name] for name in kept}, {n: plain.state_dict()[n] for n in kept})
 
 
@@ -107,10 +107,10 @@ def test_parameters_of_fully_shard_come_alike(rank, world_size, cls):
 @ranks(1)
 def test_a_plain_module_streams_copies_also_without_process_groups(rank, world_size):
     plain = Tied()
-    found = dict(iter_full_params(plain))
-    assert_equal(found, parameters(plain))
-    found["shift"].zero_()
-    assert plain.shift.any() and "head.weight" not in found
+    streamed = dict(iter_full_params(plain))
+    assert_equal(streamed, parameters(plain))
+    streamed["shift"].zero_()
+    assert plain.shift.any() and "head.weight" not in streamed
 
 
 @ranks(2)
@@ -128,9 +128,9 @@ def test_dtypes_are_master_ones_or_as_asked_for(rank, world_size):
         assert_equal(dict(iter_full_params(model, dtype=torch.float16)), half)
     assert traffic["broadcast"].bytes == sum(value.nbytes for value in half.values())  # cast, then sent
     mixed, plain = wrapped_and_plain(Mixed, whole, True)
-    found = dict(iter_full_params(mixed, dtype=torch.float64))
-    assert found.pop("blocks.0.table").dtype == torch.int64
-    assert {value.dtype for value in found.values()} == {torch.float64}
+    streamed = dict(iter_full_params(mixed, dtype=torch.float64))
+    assert streamed.pop("blocks.0.table").dtype == torch.int64
+    assert {value.dtype for value in streamed.values()} == {torch.float64}
 
 
 @each_form
@@ -146,8 +146,10 @@ def test_optimizer_state_comes_value_by_value(rank, world_size, use_orig_params)
         for key, value in sorted(entry.items())
     }
     for budget in BUDGETS:
-        found = {(name, key): value for name, key, value in iter_full_optim_state(model, ours, budget=budget)}
-        assert_close(found, expected)
+        streamed = {
+            (name, key): value for name, key, value in iter_full_optim_state(model, ours, budget=budget)
+        }
+        assert_close(streamed, expected)
     on_first = list(iter_full_optim_state(model, ours, rank0_only=True, offload_to_cpu=True))
     assert [(name, key) for name, key, _ in on_first] == list(expected)
     assert {value.is_meta for _, _, value in on_first} == {rank != 0}
@@ -226,9 +228,9 @@ def test_small_tensors_travel_together(rank, world_size):
     calls = {}
     for budget in (1, 9_000, 50_000, None):
         with count_collectives() as traffic:
-            found = dict(iter_full_params(model, budget=budget))
-        assert_equal(found, expected)
-        assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values())
+            streamed = dict(iter_full_params(model, budget=budget))
+        assert_equal(streamed, expected)
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in streamed.values())
         assert traffic["broadcast"].bytes == total
         calls[budget] = traffic["broadcast"].calls
     # Three before the large one, four behind it, the next large one, the last, those of another dtype:

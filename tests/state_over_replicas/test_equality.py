@@ -40,9 +40,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def assert_same_bits(one: nn.Module, other: nn.Module) -> None:
-    expected, found = full_state(one), full_state(other)
-    assert expected.keys() == found.keys()
-    assert_tensors(found, expected)
+    expected, state = full_state(one), full_state(other)
+    assert expected.keys() == state.keys()
+    assert_tensors(state, expected)
 
 
 @each_front
@@ -100,11 +100,11 @@ def test_any_mesh_trains_as_full_sharding_does(rank, world_size, front, shape):
     names = None if shape == (2, 2) else ("replicate", "shard")
     model = in_copies(front, plain, shape=shape, names=names)
     norms = []
-    for each in (full, model):
-        optimizer = adamw(each, fused=True)
+    for net in (full, model):
+        optimizer = adamw(net, fused=True)
         for number in range(3):
-            loss_of(each, tokens(rank, number)).backward()
-            norms.append(clip_grad_norm_(each, 0.1).item())
+            loss_of(net, tokens(rank, number)).backward()
+            norms.append(clip_grad_norm_(net, 0.1).item())
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(norms[3:], norms[:3], rtol=1e-12, atol=0)
@@ -119,7 +119,7 @@ def test_pairs_of_groups_are_joined(rank, world_size, given):
     copies, across = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     if size == 1:
         copies, across = [[0], [1], [2], [3]], [[0, 1], [2, 3]]
-    pair: Any = [dist.new_subgroups_by_enumeration(each)[0] for each in (copies, across)]
+    pair: Any = [dist.new_subgroups_by_enumeration(members)[0] for members in (copies, across)]
     model = FSDP(
         transformer(),
         process_group=pair,
@@ -131,8 +131,8 @@ def test_pairs_of_groups_are_joined(rank, world_size, given):
     loss_of(model, tokens(rank, 0)).backward()
     plain = transformer()
     among = range(4) if size == 2 else range(rank // 2 * 2, rank // 2 * 2 + 2)
-    for each in among:
-        (loss_of(plain, tokens(each, 0)) / len(among)).backward()
+    for member in among:
+        (loss_of(plain, tokens(member, 0)) / len(among)).backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
     for name, grad in full_grads(model).items():
         torch.testing.assert_close(grad, expected[name])

@@ -98,9 +98,9 @@ def test_ranks_without_a_batch(rank, world_size, front):
                     loss_of(model, tokens(rank, batch + 10 * number)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    expected, found = map(full_state, models)
+    expected, state = map(full_state, models)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=name)
+        torch.testing.assert_close(state[name], value, msg=name)
 
 
 @each_form

@@ -64,11 +64,11 @@ def saves_and_loads(rank: int, world_size: int, front: str, way: str, path: Path
             first, second = side(front, giver, 1), side(front, taker, 2)
             first.give(second, way, path / f"{number}-{giver}")
             assert full_values(first) == full_values(second)
-            for each in (first, second):
-                mesh_nets.train(each.model, each.optimizer, 3)
-            found, expected = full_values(second), full_values(first)
+            for trained in (first, second):
+                mesh_nets.train(trained.model, trained.optimizer, 3)
+            values, expected = full_values(second), full_values(first)
             for name, value in expected.items():
-                torch.testing.assert_close(found[name].tensor, value.tensor, rtol=1e-5, atol=1e-6, msg=name)
+                torch.testing.assert_close(values[name].tensor, value.tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
 class Bits:

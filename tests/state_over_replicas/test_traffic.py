@@ -93,18 +93,18 @@ def test_bytes_at_rest(rank, world_size, front, bf16):
 
 def by_ranks(counts: Counter[tuple[str, tuple[int, ...]]]) -> dict[tuple[str, int], float]:
     """Returns the received bytes for each parameter, by collective and number of ranks apart."""
-    found: dict[tuple[str, int], float] = {}
+    received: dict[tuple[str, int], float] = {}
     for (kind, members), nbytes in counts.items():
         key = kind, members[1] - members[0] if len(members) == 2 else 4
-        found[key] = found.get(key, 0) + nbytes / NUMEL
-    return found
+        received[key] = received.get(key, 0) + nbytes / NUMEL
+    return received
 
 
 @each_form_and_dtype
 @ranks(4)
 def test_bytes_received_in_a_step(rank, world_size, front, bf16):
     """Neighbours make a copy. Ranks two apart are counterparts: less crosses their link than with copies."""
-    size, found = (2 if bf16 else 4), {}
+    size, by_way = (2 if bf16 else 4), {}
     with mock.patch.dict(os.environ, PLAIN):
         for way in ("full", "hybrid", "one"):
             model = squares(front, way, bf16)
@@ -112,14 +112,14 @@ def test_bytes_received_in_a_step(rank, world_size, front, bf16):
             with received() as counts:
                 model(torch.ones(1, WIDTH)).sum().backward()
             optimizer.step()
-            found[way] = by_ranks(counts)
+            by_way[way] = by_ranks(counts)
     within = {("allgather_base", 1): 2 * size / 2, ("reduce_scatter_base", 1): 4 / 2}
     expected = {
         "full": {("allgather_base", 4): 2 * size * 3 / 4, ("reduce_scatter_base", 4): 4 * 3 / 4},
         "hybrid": {**within, ("allreduce", 2): 2 * 4 / 2 / 2},
         "one": {**within, ("allgather_base", 2): size / 2 / 2, ("reduce_scatter_base", 2): 4 / 2 / 2},
     }
-    assert found == {way: pytest.approx(counts, rel=0.01) for way, counts in expected.items()}
+    assert by_way == {way: pytest.approx(counts, rel=0.01) for way, counts in expected.items()}
 
 
 def crossings(body: Any) -> int:

@@ -53,13 +53,13 @@ class Row(NamedTuple):
 
 
 def measure(front: str, option: str) -> Row:
-    found: dict[int, Row] = {}
+    rows: dict[int, Row] = {}
 
     def program(rank: int, device: Simulation) -> None:
-        found[rank] = _train(front, option, device)
+        rows[rank] = _train(front, option, device)
 
     run_simulated(2, program)
-    return found[0]
+    return rows[0]
 
 
 def _train(front: str, option: str, device: Simulation) -> Row:

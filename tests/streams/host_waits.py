@@ -138,7 +138,7 @@ CASES = [
 
 
 def waits(case: Case, front: str) -> list[list[str]]:
-    """Returns what the host of the first rank waits for in each step, of which later ones have one peak."""
+    """Returns what the first rank's host waits for in each step; later steps have equal peaks."""
     told: list[tuple[list[str], dict[str, int]]] = []
 
     def program(rank: int, device: Simulation) -> None:
@@ -155,7 +155,7 @@ def waits(case: Case, front: str) -> list[list[str]]:
 
     run_simulated(case.size, program)
     peaks = [peaks for _, peaks in told[2:]]
-    assert all(each == peaks[0] for each in peaks), (case.name, front, peaks)
+    assert all(peak == peaks[0] for peak in peaks), (case.name, front, peaks)
     return [waits for waits, _ in told]
 
 
@@ -166,12 +166,12 @@ def cell(case: Case, front: str) -> str:
     """How often, in which phases, in a step from the second on; all of these are alike."""
     if front not in case.fronts:
         return "–"
-    later = [Counter(each.rsplit(", ")[-1].rstrip(")") for each in step) for step in waits(case, front)[1:]]
-    assert all(each == later[0] for each in later), (case.name, front, later)
+    later = [Counter(wait.rsplit(", ")[-1].rstrip(")") for wait in step) for step in waits(case, front)[1:]]
+    assert all(counts == later[0] for counts in later), (case.name, front, later)
     return ", ".join(f"{number} in {phase}" for phase, number in sorted(later[0].items())) or "0"
 
 
 if __name__ == "__main__":
     print("\n".join(HEAD))
-    for each in CASES:
-        print(f"| {each.name} | {' | '.join(cell(each, front) for front in FRONTS)} |", flush=True)
+    for case in CASES:
+        print(f"| {case.name} | {' | '.join(cell(case, front) for front in FRONTS)} |", flush=True)

@@ -162,10 +162,10 @@ class _Removal:
         self._place, self._folder = place, Path(tempfile.mkdtemp())
         shutil.copytree(ROOT / "fsdp_wrap", self._folder / "fsdp_wrap")
         # That by which a wait is made up for when nobody has waited would hide all others.
-        net = next(each for each in places() if each.scope == _NET)
-        for each in {net, place}:
-            file = self._folder / "fsdp_wrap" / each.path
-            file.write_text(each.removed_from(file.read_text()))
+        net = next(other for other in places() if other.scope == _NET)
+        for without in {net, place}:
+            file = self._folder / "fsdp_wrap" / without.path
+            file.write_text(without.removed_from(file.read_text()))
         self._read, write = os.pipe()
         self._child = os.fork()
         if self._child == 0:
@@ -198,17 +198,17 @@ def _first_objection(folder: Path, drops: bool, likely: tuple[str, ...]) -> str:
     from bed.accelerator import run_simulated
     from stream_programs import PROGRAMS
 
-    programs = {name: each for name, each in PROGRAMS.items() if (name == "dropped") is drops}
-    first = {name: each for name, each in programs.items() if name.startswith(likely)}
+    programs = {name: body for name, body in PROGRAMS.items() if (name == "dropped") is drops}
+    first = {name: body for name, body in programs.items() if name.startswith(likely)}
     rounds = ((first, False), (programs, False), (first, True), (programs, True))
-    for name, (size, program), records in ((*each, how) for some, how in rounds for each in some.items()):
+    for name, (size, program), records in ((*item, how) for some, how in rounds for item in some.items()):
         try:
             run_simulated(size, program, records)
         except AssertionError as error:
             lines = str(error).splitlines()
             told = lines[1] if len(lines) > 1 else lines[0]
-            found = re.match(_UNORDERED, told)  # then without units, phases and sizes
-            return f"{name}: {f'{found[1]} / {found[2]} {found[3]}' if found else told}"
+            matched = re.match(_UNORDERED, told)  # then without units, phases and sizes
+            return f"{name}: {f'{matched[1]} / {matched[2]} {matched[3]}' if matched else told}"
     try:
         test_gathers_and_reductions_run_beside_products("orig")
     except AssertionError as error:

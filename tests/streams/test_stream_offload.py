@@ -42,8 +42,10 @@ def _devices(make, steps=4, **options: Any):
 
 
 def _beside_products(actions, *chosen):
-    found = [each for each in actions if (each.what, each.queue, each.where.rpartition(" ")[2]) == chosen]
-    return products_beside(actions, found)
+    selected = [
+        action for action in actions if (action.what, action.queue, action.where.rpartition(" ")[2]) == chosen
+    ]
+    return products_beside(actions, selected)
 
 
 @each_front
@@ -63,8 +65,10 @@ def test_shards_go_to_the_device_one_unit_ahead(front, prefetch):
     forward = _beside_products(actions, "aten::copy_", "to device", "forward")
     # The root computes nothing before the first.
     assert len(forward) == _UNITS - 1 and all(forward[1:]), forward
-    by_gathers = [each for each in actions if each.queue == "gather" and each.where.endswith("forward")]
-    from_host = [each for each in by_gathers if any(region.block.on_host for region in each.reads)]
+    by_gathers = [
+        action for action in actions if action.queue == "gather" and action.where.endswith("forward")
+    ]
+    from_host = [action for action in by_gathers if any(region.block.on_host for region in action.reads)]
     assert len(from_host) == _UNITS + 1, from_host  # in the second forward only the root's
     backward = _beside_products(actions, "aten::copy_", "to device", "backward")
     gathers = _beside_products(actions, "all_gather", "gather", "backward")
@@ -80,7 +84,7 @@ def test_the_device_holds_few_shards_beside_what_it_holds_without_sending_ahead(
         with mock.patch.object(Offloading, "expects", expects):
             _, told = _devices(partial(wrapped, "orig", cpu_offload=OFFLOAD))
         peaks.append(told[-1][1]["compute"])
-    shard_nbytes = sum(each.numel() for each in net()[0].parameters()) * 4 // 2
+    shard_nbytes = sum(param.numel() for param in net()[0].parameters()) * 4 // 2
     shard_nbytes = -(-shard_nbytes // 512) * 512
     assert 0 <= peaks[0] - peaks[1] <= shard_nbytes, peaks
     with mock.patch.object(ShardGradients, "release_arriving", lambda self: None):  # until all have come
@@ -159,7 +163,7 @@ def test_a_hook_sees_the_finished_gradient_in_host_memory(front):
     (device, *_) = run_simulated(2, partial(program, offload=True))
     run_simulated(2, partial(program, offload=False))
     assert seen[True] and sorted(seen[True]) == sorted(seen[False])
-    waits = [each for each in device.host_waits if "Stream.synchronize" in each]
+    waits = [wait for wait in device.host_waits if "Stream.synchronize" in wait]
     assert len(waits) == 2 * (1 + _UNITS), waits
 
 
@@ -170,7 +174,7 @@ def test_writes_that_no_counter_tells_count_from_the_next_use_on():
     def program(rank, device, offload):
         model = wrapped("orig", cpu_offload=CPUOffload(offload), mixed_precision=BF16)
         first, second, *_ = inner(model)
-        found = outputs[offload].setdefault(rank, [])
+        computed = outputs[offload].setdefault(rank, [])
 
         def halve_first(*_: Any) -> None:
             for param in first.parameters():
@@ -178,12 +182,12 @@ def test_writes_that_no_counter_tells_count_from_the_next_use_on():
 
         with torch.no_grad():
             for _ in range(3):
-                found.append(model(batch(rank, 0)).tolist())
+                computed.append(model(batch(rank, 0)).tolist())
                 for param in model.parameters():
                     param.data.mul_(0.5)
             inner(model)[2] = first  # which runs twice now
             second.register_forward_hook(halve_first)
-            found += [model(batch(rank, number)).tolist() for number in range(2)]
+            computed += [model(batch(rank, number)).tolist() for number in range(2)]
 
     for offload in (True, False):
         run_simulated(2, partial(program, offload=offload))
@@ -227,10 +231,10 @@ def _stepping(rank, device, front, offload, told, make):
         optimizer.step()
         told[rank].append((peaks["compute"], len(device.end_step()[0])))
     with device.aside():
-        tensors = [to_local(each) for state in optimizer.state.values() for each in state.values()]
+        tensors = [to_local(value) for state in optimizer.state.values() for value in state.values()]
         told[rank] += [
-            [each.clone() for each in tensors],
-            [device.is_on_host(each) for each in tensors if each.dim()],
+            [tensor.clone() for tensor in tensors],
+            [device.is_on_host(tensor) for tensor in tensors if tensor.dim()],
             full_state(model),
         ]
 
@@ -247,42 +251,42 @@ _MOMENTA = partial(torch.optim.SGD, momentum=0.9, foreach=True)
 )
 def test_optimizer_state_alone_on_the_host(front, make):
     """Between steps, which run on the device with the same bits; forward and backward have its memory."""
-    found: dict[int, Any] = {}
+    told: dict[int, Any] = {}
     expected: dict[int, Any] = {}
-    run_simulated(2, partial(_stepping, front=front, offload=STATE, told=found, make=make))
+    run_simulated(2, partial(_stepping, front=front, offload=STATE, told=told, make=make))
     run_simulated(2, partial(_stepping, front=front, offload=CPUOffload(), told=expected, make=make))
     for rank in range(2):
-        *steps, state, on_host, params = found[rank]
+        *steps, state, on_host, params = told[rank]
         *usual, usual_state, on_device, usual_params = expected[rank]
         assert on_host and all(on_host) and not any(on_device)
         assert len(state) == len(usual_state) and all(map(torch.equal, state, usual_state))
         assert params.keys() == usual_params.keys()
         assert all(torch.equal(params[name], usual_params[name]) for name in params)
-        moments = sum(each.nbytes for each in state if each.dim())
+        moments = sum(value.nbytes for value in state if value.dim())
         assert steps[2][0] <= usual[2][0] - moments, (steps, usual)
         assert [waits for _, waits in steps] == [waits + 1 for _, waits in usual], (steps, usual)
     # Without counts in host memory, which would be recorded.
-    program = partial(_stepping, front=front, offload=STATE, told=found, make=_MOMENTA)
+    program = partial(_stepping, front=front, offload=STATE, told=told, make=_MOMENTA)
     run_simulated(2, program, records=True, seeds=1)
 
 
 def test_momentum_of_matrices_in_flat_parameters_on_the_host():
-    found: tuple[dict[int, Any], dict[int, Any]] = {}, {}
+    by_offload: tuple[dict[int, Any], dict[int, Any]] = {}, {}
 
     def program(rank, device):
-        for offload, told in zip((STATE, CPUOffload()), found):
+        for offload, told in zip((STATE, CPUOffload()), by_offload):
             model = wrapped("flat", cpu_offload=offload)
             optimizer = Muon(model, ns_dtype=torch.float32)
             for step in range(2):
                 one_step(model, optimizer, rank, step)
             with device.aside():
-                tensors = [each for state in optimizer.state.values() for each in state.values()]
-                places = {device.is_on_host(each) for each in tensors if each.numel() and each.dim()}
+                tensors = [value for state in optimizer.state.values() for value in state.values()]
+                places = {device.is_on_host(tensor) for tensor in tensors if tensor.numel() and tensor.dim()}
                 told[rank] = places, full_state(model)
 
     run_simulated(2, program)
     for rank in range(2):
-        (places, params), (usual, expected) = (each[rank] for each in found)
+        (places, params), (usual, expected) = (of_ranks[rank] for of_ranks in by_offload)
         assert places == {True} and usual == {False}
         assert all(torch.equal(params[name], expected[name]) for name in expected)
 
@@ -290,7 +294,7 @@ def test_momentum_of_matrices_in_flat_parameters_on_the_host():
 @either_front
 def test_state_dicts_of_an_optimizer_whose_state_is_on_the_host(front):
     def told(offload):
-        found: dict[int, list[Any]] = {0: [], 1: []}
+        values: dict[int, list[Any]] = {0: [], 1: []}
 
         def program(rank, device):
             model = wrapped(front, cpu_offload=offload)
@@ -301,18 +305,18 @@ def test_state_dicts_of_an_optimizer_whose_state_is_on_the_host(front):
                 options = StateDictOptions(full_state_dict=full)
                 state = get_optimizer_state_dict(model, optimizer, options=options)
                 with device.aside():  # now: steps may write to what they have loaded
-                    tensors = [value for each in state["state"].values() for value in each.values()]
-                    found[rank] += [each.tolist() for each in tensors if full]
+                    tensors = [value for entry in state["state"].values() for value in entry.values()]
+                    values[rank] += [tensor.tolist() for tensor in tensors if full]
                 set_optimizer_state_dict(model, optimizer, state, options=options)
                 one_step(model, optimizer, rank, 2)
             with device.aside():
-                found[rank] += [value.tolist() for value in full_state(model).values()]
+                values[rank] += [value.tolist() for value in full_state(model).values()]
 
         run_simulated(2, program)
-        return found
+        return values
 
-    found = told(STATE)
-    assert found == told(CPUOffload()) and len(found[0]) > 2 * _UNITS
+    values = told(STATE)
+    assert values == told(CPUOffload()) and len(values[0]) > 2 * _UNITS
 
 
 @pytest.mark.parametrize(

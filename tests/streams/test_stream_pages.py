@@ -20,8 +20,8 @@ def _rows(head):
 
 def test_every_wait_of_the_package_has_a_verdict():
     rows, expected = _rows("| where | what | missed by"), [place.row for place in places()]
-    found = Counter(next((each for each in expected if row.startswith(each)), row) for row in rows)
-    assert found == Counter(expected)
+    counted = Counter(next((start for start in expected if row.startswith(start)), row) for row in rows)
+    assert counted == Counter(expected)
     assert not [row for row in rows if row.endswith(("| |", "**nobody** |"))]
 
 

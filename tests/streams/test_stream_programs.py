@@ -53,19 +53,21 @@ def test_every_order_has_the_same_outcome(name):
 
 
 def _overlaps(kind, **options):
-    """For each collective of a backward, how many matrix products may run beside it; of units alone."""
-    found = []
+    """For each collective of a backward, how many products may run beside it; units travel alone."""
+    devices = []
 
     def program(rank, device):
         model = wrapped(**options, travel_together_bytes=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
             one_step(model, optimizer, rank, step)
-        found.append(device)
+        devices.append(device)
 
     run_simulated(2, program)
-    actions = found[0].actions
-    collectives = [each for each in actions if each.what == kind and each.where.endswith(", backward")]
+    actions = devices[0].actions
+    collectives = [
+        action for action in actions if action.what == kind and action.where.endswith(", backward")
+    ]
     return products_beside(actions, collectives[len(collectives) // 2 :])
 
 
@@ -75,7 +77,7 @@ def test_gathers_and_reductions_run_beside_products(front):
     *earlier, last = _overlaps("reduce_scatter", front=front)
     assert all(earlier) and last == 0
     gathers = _overlaps("all_gather", front=front)
-    assert sum(each > 0 for each in gathers) >= len(gathers) - 2, gathers
+    assert sum(products > 0 for products in gathers) >= len(gathers) - 2, gathers
     if front != "composable":
         assert not any(_overlaps("all_gather", front=front, backward_prefetch=None))
         assert not all(_overlaps("all_gather", front=front, backward_prefetch=BackwardPrefetch.BACKWARD_POST))
@@ -137,8 +139,8 @@ def test_a_known_fault_is_objected_to(program, patches, words):
     size, body = program
     run_simulated(size, body)
     with ExitStack() as stack, pytest.raises(AssertionError, match=words):
-        for each in patches:
-            stack.enter_context(each)
+        for patch in patches:
+            stack.enter_context(patch)
         run_simulated(size, body)
 
 
@@ -208,10 +210,10 @@ torch.kept = StreamLane(Accelerator(torch.device("cuda", 0)), "gather").issue(la
 
 
 def test_what_is_never_waited_for_is_silent_at_exit():
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _LEFT_AT_EXIT], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert not found.stderr
+    assert not process.stderr
 
 
 # options crossed, as `test_options.py` crosses them on the CPU

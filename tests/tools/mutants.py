@@ -95,7 +95,7 @@ class Mutant:
 
     @cached_property
     def name(self) -> str:
-        """It stays the same while lines are added elsewhere in the file."""
+        """A name that stays the same while lines are added elsewhere in the file."""
         again = f" ({self.number + 1})" if self.number else ""
         return f"{self.path}:{self.where}: {self.operator}: {' '.join(self.old.split())[:80]}{again}"
 
@@ -114,7 +114,7 @@ class _Sites(ast.NodeVisitor):
         self._scope: list[str] = []
         self._statement: list[int] = []
         self._same: Counter[tuple[str, str, str]] = Counter()
-        self.found: list[Mutant] = []
+        self.mutants: list[Mutant] = []
         self.visit(ast.parse(self.text))
 
     def _offset(self, line: int, column: int) -> int:
@@ -134,7 +134,7 @@ class _Sites(ast.NodeVisitor):
             where = ".".join(self._scope)
             number = self._same[where, operator, old]
             self._same[where, operator, old] += 1
-            self.found.append(
+            self.mutants.append(
                 Mutant(self.path, operator, where, self._statement[-1], *span, old, new, number)
             )
 
@@ -249,7 +249,7 @@ def mutants() -> list[Mutant]:
         mutant
         for folder in FOLDERS
         for path in sorted((ROOT / "fsdp_wrap" / folder).rglob("*.py")) or [ROOT / "fsdp_wrap" / folder]
-        for mutant in _Sites(path).found
+        for mutant in _Sites(path).mutants
     ]
     recorded = Record().names
     # By a checksum, so that the draw stays the same while other lines of the package change.
@@ -387,7 +387,7 @@ class Record:
 
     @property
     def names(self) -> set[str]:
-        """Of all mutants that it knows."""
+        """The names of all mutants that it knows."""
         return {*self._known}
 
     def keep_only(self, several: Iterable[Mutant]) -> None:
@@ -404,7 +404,7 @@ class Record:
         return tier
 
     def test_of(self, mutant: Mutant) -> str | None:
-        """What noticed it last time."""
+        """The test that noticed it last time."""
         test: str | None = self._known.get(mutant.name, {}).get("test")
         return test
 

@@ -132,7 +132,7 @@ def _imports(path: Path, modules: Mapping[str, Path]) -> Iterator[Path]:
 def circles() -> dict[str, list[list[Path]]]:
     """Returns the files of each folder that import each other in a circle, one list for each circle."""
     modules = _modules()
-    found: dict[str, list[list[Path]]] = {}
+    by_folder: dict[str, list[list[Path]]] = {}
     for folder in dict.fromkeys(map(folder_of, FILES)):
         inside = [path for path in FILES if folder_of(path) == folder]
         graph = {path: {*_imports(path, modules)}.intersection(inside) - {path} for path in inside}
@@ -142,18 +142,18 @@ def circles() -> dict[str, list[list[Path]]]:
             circle = [other for other in reach[path] if path in reach[other]]
             if circle and path not in seen:
                 seen.update(circle)
-                found.setdefault(folder, []).append(sorted(circle))
-    return found
+                by_folder.setdefault(folder, []).append(sorted(circle))
+    return by_folder
 
 
 def _reachable(graph: Mapping[Path, Iterable[Path]], start: Path) -> set[Path]:
-    found: set[Path] = set()
+    reached: set[Path] = set()
     left = [start]
     while left:
-        new = {*graph[left.pop()]} - found
-        found |= new
+        new = {*graph[left.pop()]} - reached
+        reached |= new
         left += new
-    return found
+    return reached
 
 
 def doubled_classes() -> dict[str, list[Path]]:
@@ -207,7 +207,7 @@ def _header(statement: ast.stmt) -> range:
 
 def statements(folder: str) -> list[Statements]:
     """Returns the statements in the functions of a folder, docstrings and declarations of names aside."""
-    found = []
+    all_statements = []
     for path in sorted((PACKAGE / folder).rglob("*.py")):
         documented = {node.lineno for node in docstrings(path)}
         inside: dict[ast.stmt, ast.AST] = {}
@@ -219,8 +219,8 @@ def statements(folder: str) -> list[Statements]:
                     if node.lineno not in documented and not isinstance(node, ast.Global | ast.Nonlocal):
                         headers.append(_header(node))
             if headers:
-                found.append(Statements(path, getattr(function, "name", ""), headers))
-    return found
+                all_statements.append(Statements(path, getattr(function, "name", ""), headers))
+    return all_statements
 
 
 def main() -> None:
@@ -231,9 +231,9 @@ def main() -> None:
     for folder, (code, text) in lines_by_folder().items():
         print(f"{folder:22}{code:8}{text:26}{text / code:8.2f}")
     print("\nimport circles inside a folder, imports for types counted")
-    for folder, found in circles().items():
-        print(f"  {folder}: {len(found)} circles of {sum(map(len, found))} files")
-        for circle in found:
+    for folder, in_folder in circles().items():
+        print(f"  {folder}: {len(in_folder)} circles of {sum(map(len, in_folder))} files")
+        for circle in in_folder:
             print("   ", ", ".join(_short(path) for path in circle))
     doubled = doubled_classes()
     print(f"\nclass names in several files: {len(doubled)}")

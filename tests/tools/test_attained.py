@@ -87,10 +87,10 @@ ASSUMED = "H100 SXM, 55% of its peak (40% to 70%)"
 
 
 def test_fit_says_what_it_assumes():
-    found = fit(setup, 2, device_memory="4GB", vary={"batch": [16]}, device="cuda", machine=H100)
-    (choice,) = found.choices
+    report = fit(setup, 2, device_memory="4GB", vary={"batch": [16]}, device="cuda", machine=H100)
+    (choice,) = report.choices
     assert choice.predicted_seconds == seconds(planned(H100, batch=16))
-    assert ASSUMED in str(found)
+    assert ASSUMED in str(report)
     again = fit(setup, 2, device_memory="4GB", vary={"batch": [16]}, device="cuda", machine=H100.expected)
     assert ASSUMED not in str(again) and again.choices[0].predicted_seconds == choice.predicted_seconds
 

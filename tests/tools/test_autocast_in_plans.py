@@ -78,10 +78,10 @@ class Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        made = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         made = made[:1] if "layer_norm" in str(func) else made
         if func.namespace == "aten" and not func.is_view:
-            self.seen[str(func), tuple((each.dtype, tuple(each.shape)) for each in made)] += 1
+            self.seen[str(func), tuple((tensor.dtype, tuple(tensor.shape)) for tensor in made)] += 1
         return result
 
 
@@ -183,7 +183,7 @@ def dtypes(counted, name):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @either_front
 def test_rules_for_cuda_are_torchs_own(front, dtype):
-    """Which differ from those for the CPU in normalisation, softmax and sums."""
+    """They differ from the CPU's in normalisation, softmax and sums."""
     planned = Watching()
     setup = partial(made, front, device="cuda", dtype=dtype, around=False, watching=lambda: planned)
     with warnings.catch_warnings():

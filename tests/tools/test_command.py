@@ -177,7 +177,7 @@ def test_what_does_not_fit_proposes_what_does(file, capsys):
     assert code == 1 and "2 ranks: does not fit, " in out
     batch = int(re.search(r"but 2 ranks, batch=(\d+): fits, ", out)[1])
     setup = runpy.run_path(str(file))["setup"]
-    needed = [plan(partial(setup, batch=each), 2).needed_bytes for each in (batch, batch + 1)]
+    needed = [plan(partial(setup, batch=size), 2).needed_bytes for size in (batch, batch + 1)]
     assert needed[0] <= 150_000 < needed[1]
     file.write_text(SETUP.replace("setup(*, batch=4", "setup(*, rows=4").replace("batch, 64", "rows, 64"))
     needed = [plan(runpy.run_path(str(file))["setup"], ranks).needed_bytes for ranks in (4, 8)]
@@ -249,15 +249,15 @@ def test_commands_of_checkpoints_are_those_of_the_folder(tmp_path, capsys):
 
 def findings(capsys: Any, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     code, out, _ = run(capsys, "doctor", "--json", *arguments)
-    return code, {each["name"]: each for each in json.loads(out)}
+    return code, {finding["name"]: finding for finding in json.loads(out)}
 
 
 def test_the_doctor_tells_what_is_there(capsys):
-    code, found = findings(capsys, "--alone")
-    assert code == 0 and not any(each["fatal"] for each in found.values())
-    assert found["torch"]["told"].startswith(f"{torch.__version__}; supported are {OLDEST_TORCH} to")
-    assert "gloo" in found["backends"]["told"]
-    assert "meeting" not in found
+    code, by_name = findings(capsys, "--alone")
+    assert code == 0 and not any(finding["fatal"] for finding in by_name.values())
+    assert by_name["torch"]["told"].startswith(f"{torch.__version__}; supported are {OLDEST_TORCH} to")
+    assert "gloo" in by_name["backends"]["told"]
+    assert "meeting" not in by_name
     code, out, _ = run(capsys, "doctor", "--alone")
     assert code == 0 and out.splitlines()[0] == "versions" and "\npackages\n" in out
 
@@ -270,30 +270,33 @@ def test_the_doctor_judges_versions_and_limits(capsys):
         ("2.99.0", False, "newer than all versions that were tested"),
     ]:
         with mock.patch.object(torch, "__version__", version):
-            code, found = findings(capsys, "--alone")
-        assert code == int(fatal) and found["torch"]["fatal"] == fatal
-        assert advice in found["torch"]["advice"] and bool(advice) == bool(found["torch"]["advice"])
+            code, by_name = findings(capsys, "--alone")
+        assert code == int(fatal) and by_name["torch"]["fatal"] == fatal
+        assert advice in by_name["torch"]["advice"] and bool(advice) == bool(by_name["torch"]["advice"])
     with mock.patch.object(doctor.resource, "getrlimit", lambda which: (256, 4096)):
-        _, found = findings(capsys, "--alone")
+        _, by_name = findings(capsys, "--alone")
         _, out, _ = run(capsys, "doctor", "--alone")
-    assert found["descriptors"]["told"] == "256 at most (may be raised to 4,096)"
-    assert "ulimit -n" in found["descriptors"]["advice"] and "ulimit -v" in found["address space"]["advice"]
+    assert by_name["descriptors"]["told"] == "256 at most (may be raised to 4,096)"
+    assert (
+        "ulimit -n" in by_name["descriptors"]["advice"] and "ulimit -v" in by_name["address space"]["advice"]
+    )
     assert "! descriptors" in out and "could be better" in out
 
 
 def test_what_two_ranks_found_is_told(capsys):
     slow = Meeting(way="", warnings=["cannot share memory (no futex)"], latency=1e-4, bandwidth=2e9)
     with mock.patch.object(doctor, "meet", lambda: slow):
-        code, found = findings(capsys)
+        code, by_name = findings(capsys)
     assert (
-        code == 0 and found["communicate by"]["told"] == "gloo's own collectives: 2.00 GB/s, 100 us at least"
+        code == 0
+        and by_name["communicate by"]["told"] == "gloo's own collectives: 2.00 GB/s, 100 us at least"
     )
-    assert found["communicate by"]["advice"] == "cannot share memory (no futex)"
-    assert "was not noticed" in found["watch"]["told"] and found["watch"]["advice"]
+    assert by_name["communicate by"]["advice"] == "cannot share memory (no futex)"
+    assert "was not noticed" in by_name["watch"]["told"] and by_name["watch"]["advice"]
     with mock.patch.object(doctor, "meet", lambda: Meeting(error="no route")):
-        code, found = findings(capsys)
-    assert code == 1 and found["meeting"]["told"] == "no route"
-    assert "GLOO_SOCKET_IFNAME" in found["meeting"]["advice"]
+        code, by_name = findings(capsys)
+    assert code == 1 and by_name["meeting"]["told"] == "no route"
+    assert "GLOO_SOCKET_IFNAME" in by_name["meeting"]["advice"]
 
 
 @pytest.mark.slow
@@ -311,7 +314,7 @@ def test_two_ranks_meet_and_communicate_or_say_why_not(monkeypatch):
 
 
 def test_where_there_is_no_terminal_an_hour_of_progress_is_a_few_lines(capsys):
-    """By a clock of its own; the search ends after an hour of it."""
+    """By a fake clock; the search ends after an hour of it."""
     now = 0.0
 
     class Over(threading.Event):

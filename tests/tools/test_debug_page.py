@@ -29,11 +29,11 @@ def test_every_rank_tells_its_unit_and_collectives(rank, world_size):
     assert answer() == "in no unit yet"
     model = FSDP(nn.Sequential(nn.Linear(3, 3), FSDP(nn.Linear(3, 3))))
     model(torch.ones(2, 3)).sum().backward()
-    found = gather_objects((address, _frontend.Response(200, answer())))
+    responses = gather_objects((address, _frontend.Response(200, answer())))
     handler = PositionsHandler()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_frontend, "_IPv6HTTPServer", ThreadingHTTPServer)  # which not every host has
-        patch.setattr(_frontend, "fetch_all", lambda endpoint, **limits: zip(*found))
+        patch.setattr(_frontend, "fetch_all", lambda endpoint, **limits: zip(*responses))
         server = _frontend.FrontendServer(0, [handler])
         port = server._server.server_address[1]
         with urlopen(f"http://127.0.0.1:{port}/fsdp_wrap_positions") as response:
@@ -42,7 +42,7 @@ def test_every_rank_tells_its_unit_and_collectives(rank, world_size):
         dump = handler.dump()
     for text in (page, dump):
         assert text.count("in or after ") == world_size
-        for other, _ in found:
+        for other, _ in responses:
             assert other in text
     assert ">FSDP units</a>" in page
     first, *latest = answer().splitlines()

@@ -54,7 +54,7 @@ def takes_all(*, batch=1, length=1, offload="none", accumulation=1): ...
 
 
 def largest(model: Callable[..., Plan], limit: int, **values: Any) -> int:
-    """By trying all."""
+    """Returns the largest batch that fits, by trying all."""
     batch = 0
     while model(batch=batch + 1, **values).needed_bytes <= limit:
         batch += 1
@@ -68,14 +68,14 @@ def corner(*, batch, ranks=8, **_):
 
 
 def test_the_largest_batch_is_found_where_the_peak_moves(tmp_path):
-    found, plans = fitted(corner, takes_batch, device_memory="8GB", machine=MACHINE)
-    (choice,) = found.choices
+    report, plans = fitted(corner, takes_batch, device_memory="8GB", machine=MACHINE)
+    (choice,) = report.choices
     assert choice.batch == largest(corner, 8 * GB) == 999
-    assert choice.fits and found.best is choice
+    assert choice.fits and report.best is choice
     assert choice.peak_bytes == corner(batch=999).peak_bytes
-    assert found.plans == len(plans.asked) == 3, "two batches, and the answer"
+    assert report.plans == len(plans.asked) == 3, "two batches, and the answer"
     assert choice.samples_per_second == pytest.approx(999 * 8 / (0.1 + 9.99))
-    told = json.loads(found.to_json(tmp_path / "fit.json"))
+    told = json.loads(report.to_json(tmp_path / "fit.json"))
     assert told == json.loads((tmp_path / "fit.json").read_text())
     assert told["device_memory"] == 8 * GB and told["machine"]["name"] == "one"
     assert told["choices"][0]["batch"] == 999 and "plan" not in told["choices"][0]
@@ -87,8 +87,8 @@ def test_memory_that_is_not_affine_takes_more_plans_and_no_wrong_answer():
         return planned({"start": 10**8 + 10_000_000 * padded, "b": 9_000_000 * batch + 77 * batch**2})
 
     for limit in (2 * GB, 5 * GB, 20 * GB):
-        found, plans = fitted(bent, takes_batch, device_memory=limit)
-        choice = found.choices[0]
+        report, plans = fitted(bent, takes_batch, device_memory=limit)
+        choice = report.choices[0]
         assert choice.fits and choice.peak_bytes <= limit
         assert bent(batch=choice.batch).needed_bytes == choice.peak_bytes
         assert largest(bent, limit) - 64 < choice.batch, "a tile less at most"
@@ -97,28 +97,28 @@ def test_memory_that_is_not_affine_takes_more_plans_and_no_wrong_answer():
     def flatter(*, batch, ranks=8):
         return planned({"a": 10**8 * min(batch, 8) + 10**7 * max(batch - 8, 0)})
 
-    found, plans = fitted(flatter, takes_batch, device_memory=2 * GB)
-    assert found.choices[0].batch == largest(flatter, 2 * GB) == 128, "and not a guess that was too high"
+    report, plans = fitted(flatter, takes_batch, device_memory=2 * GB)
+    assert report.choices[0].batch == largest(flatter, 2 * GB) == 128, "and not a guess that was too high"
     assert len(plans.asked) <= 8
 
 
 def test_what_does_not_fit_at_all_says_so():
     for memory in ("3GB", "2.9GB"):
-        found, _ = fitted(corner, takes_batch, device_memory=memory)
-        (choice,) = found.choices
-        assert not choice.fits and choice.batch == 1 and found.best is None
+        report, _ = fitted(corner, takes_batch, device_memory=memory)
+        (choice,) = report.choices
+        assert not choice.fits and choice.batch == 1 and report.best is None
         assert choice.peak_bytes > nbytes_of(memory, "it")
-        page = str(found)
+        page = str(report)
         assert "0 of 1 fit" in page and "too much (8 ranks, batch=1), at its tightest in forward of " in page
     for text, nbytes in (("80GB", 80 * GB), ("1.5 GiB", 3 << 29), ("512", 512), (7, 7)):
         assert nbytes_of(text, "it") == nbytes
 
 
 def test_batches_that_are_named_are_answered_one_by_one():
-    found, plans = fitted(corner, takes_batch, device_memory=8 * GB, vary={"batch": [16, 256, 1024, 4096]})
-    answers = {choice.batch: choice.fits for choice in found.choices}
+    report, plans = fitted(corner, takes_batch, device_memory=8 * GB, vary={"batch": [16, 256, 1024, 4096]})
+    answers = {choice.batch: choice.fits for choice in report.choices}
     assert answers == {16: True, 256: True, 1024: False, 4096: False}
-    assert found.best is not None and found.best.batch == 256 and len(plans.asked) == 4
+    assert report.best is not None and report.best.batch == 256 and len(plans.asked) == 4
 
 
 def attention(*, batch, length, ranks=8, offload="none", accumulation=1):
@@ -132,14 +132,14 @@ def attention(*, batch, length, ranks=8, offload="none", accumulation=1):
 def test_the_answer_of_every_length_is_right_after_three_plans():
     lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
     asked: Any = {"device_memory": 3 * GB, "vary": {"length": lengths}, "machine": MACHINE}
-    found, plans = fitted(attention, takes_all, **asked)
+    report, plans = fitted(attention, takes_all, **asked)
     expected = {length: largest(attention, 3 * GB, length=length) for length in lengths}
-    assert {choice.values["length"]: choice.batch for choice in found.choices} == expected
+    assert {choice.values["length"]: choice.batch for choice in report.choices} == expected
     assert len(plans.asked) == 3 * len(lengths)
 
 
 def test_the_fastest_comes_first_and_slower_ones_after_it():
-    found, _ = fitted(
+    report, _ = fitted(
         attention,
         takes_all,
         ranks=[8, 64],
@@ -147,15 +147,15 @@ def test_the_fastest_comes_first_and_slower_ones_after_it():
         vary={"offload": ["none", "all"], "accumulation": [1, 4], "length": [1024]},
         machine=MACHINE,
     )
-    assert len(found.choices) == 8
-    speeds = [choice.samples_per_second for choice in found.choices]
+    assert len(report.choices) == 8
+    speeds = [choice.samples_per_second for choice in report.choices]
     assert speeds == sorted(speeds, reverse=True)  # type: ignore[type-var]
-    assert found.best.ranks == 64 and found.best.values["offload"] == "none"
-    by_key = {(choice.ranks, *choice.values.values()): choice for choice in found.choices}
+    assert report.best.ranks == 64 and report.best.values["offload"] == "none"
+    by_key = {(choice.ranks, *choice.values.values()): choice for choice in report.choices}
     one, four = by_key[8, "none", 1, 1024], by_key[8, "none", 4, 1024]
     assert one.batch == four.batch and one.samples_per_second == pytest.approx(four.samples_per_second)
-    lines = str(found).splitlines()
-    assert lines[0] == f"8 of 8 fit into 16.00 GB ({found.plans} plans)"
+    lines = str(report).splitlines()
+    assert lines[0] == f"8 of 8 fit into 16.00 GB ({report.plans} plans)"
     assert lines[3].split() == "ranks offload accumulation length batch peak fits step samples/s".split()
 
     untimed, _ = fitted(  # without a machine the largest batch comes first
@@ -176,9 +176,9 @@ def test_what_cannot_be_is_told_beside_what_can():
 
     def setup(*, batch=1, offload="none"): ...
 
-    found, _ = fitted(picky, setup, device_memory=8 * GB, vary={"offload": ["all", "none"]})
-    assert [choice.refused for choice in found.choices] == ["", "offload='all' needs pinned memory"]
-    assert "refused: 8 ranks, offload=all: offload='all' needs pinned memory" in str(found)
+    report, _ = fitted(picky, setup, device_memory=8 * GB, vary={"offload": ["all", "none"]})
+    assert [choice.refused for choice in report.choices] == ["", "offload='all' needs pinned memory"]
+    assert "refused: 8 ranks, offload=all: offload='all' needs pinned memory" in str(report)
     with pytest.raises(ValueError, match="no configuration can be planned: offload='all' needs") as raised:
         fitted(picky, setup, device_memory=8 * GB, vary={"offload": ["all"]})
     assert "pinned" in str(raised.value.__cause__)
@@ -190,10 +190,10 @@ def test_a_setup_without_batch_is_answered_by_yes_or_no():
     def model(*, ranks, offload):
         return planned({"a": (9 if offload == "none" else 5) * GB})
 
-    found, plans = fitted(model, setup, device_memory=8 * GB, vary={"offload": ["none", "all"]})
-    answers = [(choice.values["offload"], choice.fits) for choice in found.choices]
+    report, plans = fitted(model, setup, device_memory=8 * GB, vary={"offload": ["none", "all"]})
+    answers = [(choice.values["offload"], choice.fits) for choice in report.choices]
     assert answers == [("all", True), ("none", False)]
-    assert len(plans.asked) == 2 and [line.split()[4] for line in str(found).splitlines()[3:5]] == [
+    assert len(plans.asked) == 2 and [line.split()[4] for line in str(report).splitlines()[3:5]] == [
         "yes",
         "no",
     ]

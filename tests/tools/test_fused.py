@@ -69,9 +69,9 @@ def test_what_fused_optimizers_would_save_is_said(front):
 def test_what_would_not_help_is_not_said():
     decays = partial(torch.optim.RMSprop, momentum=0.9)
     for options in ({"make": decays}, {"rows": 1 << 16}, {"fused": True}):
-        found = planned(**options)
-        assert not [*found.avoidable()], options
-        assert found.unfused == (("AdamW",) if "rows" in options else ())
+        outcome = planned(**options)
+        assert not [*outcome.avoidable()], options
+        assert outcome.unfused == (("AdamW",) if "rows" in options else ())
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_what_would_not_help_is_not_said():
 def test_fused_kernels_are_planned(front, make, device):
     """Also those for which torch has no rule on tensors without values."""
     options = {"front": front, "make": make, "fused": True, "device": device}
-    found = plan(partial(setup, **options), RANKS, device=device)
-    assert "optimizer temporaries" not in found.peak_by_kind and found.unfused == ()
+    planned = plan(partial(setup, **options), RANKS, device=device)
+    assert "optimizer temporaries" not in planned.peak_by_kind and planned.unfused == ()
 
 
 @FRONTS
@@ -102,9 +102,9 @@ def test_several_optimizers_are_named(front):
 
         return model, optimizers, both
 
-    found = plan(several, RANKS, device="cuda")
-    assert found.unfused == ("AdamW", "Adam")
-    assert "AdamW(fused=True) and Adam(fused=True) makes none" in "".join(found.avoidable())
+    planned = plan(several, RANKS, device="cuda")
+    assert planned.unfused == ("AdamW", "Adam")
+    assert "AdamW(fused=True) and Adam(fused=True) makes none" in "".join(planned.avoidable())
 
 
 def test_fit_and_the_command_say_it(tmp_path: Path, capsys: Any) -> None:
@@ -113,10 +113,12 @@ def test_fit_and_the_command_say_it(tmp_path: Path, capsys: Any) -> None:
     def its_own() -> Any:
         return setup()
 
-    found = fit(its_own, [RANKS, 2 * RANKS], device="cuda", device_memory=f"{limit}B", machine=preset("h100"))
-    assert [(choice.ranks, choice.fits) for choice in found.choices] == [(8, True), (4, False)]
-    found = fit(its_own, RANKS, device="cuda", device_memory=f"{limit}B", machine=preset("h100"))
-    assert "kB of it are temporaries: AdamW(fused=True) makes none. Take more ranks, " in str(found)
+    report = fit(
+        its_own, [RANKS, 2 * RANKS], device="cuda", device_memory=f"{limit}B", machine=preset("h100")
+    )
+    assert [(choice.ranks, choice.fits) for choice in report.choices] == [(8, True), (4, False)]
+    report = fit(its_own, RANKS, device="cuda", device_memory=f"{limit}B", machine=preset("h100"))
+    assert "kB of it are temporaries: AdamW(fused=True) makes none. Take more ranks, " in str(report)
     (tmp_path / "mine.py").write_text(FILE)
     command = ["plan", f"{tmp_path}/mine.py:setup", "--device", "cuda", "--ranks", "4", "--device-memory"]
     for machine, page in (([], ""), (["--machine", "h100"], ", does NOT fit in ")):

@@ -28,8 +28,8 @@ class Attention(nn.Module):
         self.made = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x):
-        each = self.made(x).unflatten(-1, (3, HEADS, HEAD_WIDTH)).permute(2, 0, 3, 1, 4)
-        query, key, value = each.flatten(1, 2) if self.flat else each
+        projected = self.made(x).unflatten(-1, (3, HEADS, HEAD_WIDTH)).permute(2, 0, 3, 1, 4)
+        query, key, value = projected.flatten(1, 2) if self.flat else projected
         return F.scaled_dot_product_attention(
             query[..., : self.queries, :], key, value, is_causal=self.causal
         )
@@ -58,11 +58,11 @@ def flops(device, *arguments, **options):
 def test_causal_attention_counts_the_pairs_that_it_computes(device, dtype, queries, keys):
     """Two products of matrices in forward and five in backward, two operations for each number."""
     pairs = int(torch.ones(queries, keys).tril().sum())
-    each = 2 * (2 + 5) * BATCH * HEADS * HEAD_WIDTH
+    per_pair = 2 * (2 + 5) * BATCH * HEADS * HEAD_WIDTH
     whole, causal = (flops(device, dtype, queries, keys, causal) for causal in (False, True))
-    assert whole - causal == each * (queries * keys - pairs)
+    assert whole - causal == per_pair * (queries * keys - pairs)
     linear = 2 * 2 * BATCH * keys * WIDTH * 3 * WIDTH  # whose input needs no gradient
-    assert whole == linear + each * queries * keys
+    assert whole == linear + per_pair * queries * keys
 
 
 @either_front
@@ -102,8 +102,8 @@ def test_every_operator_of_attention_says_that_it_is_causal(name, queries, keys)
     given |= {"max_q": queries, "max_k": keys}
 
     def counted(causal):
-        args = tuple(given.get(each.name, each.default_value) for each in func._schema.arguments)
-        names = [each.name for each in func._schema.arguments]
+        args = tuple(given.get(argument.name, argument.default_value) for argument in func._schema.arguments)
+        names = [argument.name for argument in func._schema.arguments]
         args = (*args[: names.index("is_causal")], causal, *args[names.index("is_causal") + 1 :])
         return flops_of(func, args, {}, None)
 

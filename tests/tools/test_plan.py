@@ -117,7 +117,7 @@ def without_group():
 
 @contextmanager
 def alone():
-    """In a process group of one rank."""
+    """Runs a test in a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -145,7 +145,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "checkpointed": {"model": partial(Model, Checkpointed)},
 }
-PAIRS = [("orig", each) for each in OPTIONS] + [
+PAIRS = [("orig", option) for option in OPTIONS] + [
     ("flat", "tied"),
     ("composable", "partly frozen"),
     ("composable", "bf16"),
@@ -379,13 +379,13 @@ def test_padding_of_aligned_shards_is_shown(group):
     aligned = partial(made, "orig", shard_alignment=700)
     shown = repr(aligned()[0])
     with without_group():
-        found, usual = fsdp_wrap.plan(aligned, RANKS), fsdp_wrap.plan(partial(made, "orig"), RANKS)
-    told = [int(each) for each in re.findall(r"aligned to [^)]*, (\d+) of padding", shown)]
-    assert [unit.padding_bytes for unit in found.units] == [4 * each for each in told]
+        padded, usual = fsdp_wrap.plan(aligned, RANKS), fsdp_wrap.plan(partial(made, "orig"), RANKS)
+    told = [int(figure) for figure in re.findall(r"aligned to [^)]*, (\d+) of padding", shown)]
+    assert [unit.padding_bytes for unit in padded.units] == [4 * padding for padding in told]
     assert len(told) == 4 and all(told)
     assert not any(unit.padding_bytes for unit in usual.units) and "padding" not in str(usual)
-    assert f"take {format_bytes(4 * sum(told))} of padding in all ranks together" in str(found)
-    assert str(found).endswith(f": {format_bytes(4 * max(told))}")
+    assert f"take {format_bytes(4 * sum(told))} of padding in all ranks together" in str(padded)
+    assert str(padded).endswith(f": {format_bytes(4 * max(told))}")
 
 
 def test_predictions_follow_the_machine():
@@ -522,9 +522,11 @@ def test_the_page_shows_the_figures_and_they_are_near_enough():
 
     way = "fully_shard, bf16"
     plan = fsdp_wrap.plan(partial(planned.setup, planned.CASES["small"], planned.WAYS[way]), 2)
-    found = plan.rest_bytes, plan.peak_bytes, sum(plan.wire_bytes.values())
+    figures = plan.rest_bytes, plan.peak_bytes, sum(plan.wire_bytes.values())
     row = rows[f"small, {way}, 2 ranks"]
-    assert found == pytest.approx([row[f"planned {what}"] for what in ("rest", "peak", "received")], rel=0.01)
+    assert figures == pytest.approx(
+        [row[f"planned {what}"] for what in ("rest", "peak", "received")], rel=0.01
+    )
 
 
 def test_an_error_for_lack_of_memory_tells_of_the_plan(group):

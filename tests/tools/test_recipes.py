@@ -81,11 +81,11 @@ def test_the_solver_finds_the_best_of_all_choices(seed):
     def seconds(choice: Any) -> float:
         return sum(of_unit[option].seconds for of_unit, option in zip(units, choice))
 
-    found = choose(units, budget)
-    assert (found is None) == (not fitting)
-    if found is not None:
-        assert needed(found) <= budget
-        assert seconds(found) == pytest.approx(min(map(seconds, fitting)))
+    answer = choose(units, budget)
+    assert (answer is None) == (not fitting)
+    if answer is not None:
+        assert needed(answer) <= budget
+        assert seconds(answer) == pytest.approx(min(map(seconds, fitting)))
 
 
 # the search, on steps whose memory and time are those of a formula
@@ -136,14 +136,14 @@ class Steps:
         return made_plan(moments, seconds, units=planned)
 
     def best(self, limit: int) -> float | None:
-        """By planning all recipes."""
-        found = []
+        """Returns the shortest time within a limit, by planning all recipes."""
+        times = []
         for chosen in itertools.product(OPTIONS, repeat=len(KEYS)):
             units = tuple(UnitRecipe((key,), *option) for key, option in zip(KEYS, chosen))
             made = self.plan(Recipe(units=units))
             if made.needed_bytes <= limit:
-                found.append(made.predicted_seconds)
-        return min(found, default=None)  # type: ignore[type-var]
+                times.append(made.predicted_seconds)
+        return min(times, default=None)  # type: ignore[type-var]
 
 
 def takes_recipe(recipe: Recipe) -> Any: ...
@@ -165,9 +165,9 @@ def test_an_interrupt_keeps_the_best_recipe_so_far(capsys):
         return steps(*args, **options)
 
     last = 6
-    found = fitted(plan, int(steps.plan(Recipe()).needed_bytes * 0.9), progress=True)
-    assert asked == last + 1 and found.best is not None and found.best.recipe is not None
-    assert not found.complete and "interrupted before the rest" in str(found)
+    report = fitted(plan, int(steps.plan(Recipe()).needed_bytes * 0.9), progress=True)
+    assert asked == last + 1 and report.best is not None and report.best.recipe is not None
+    assert not report.complete and "interrupted before the rest" in str(report)
     assert capsys.readouterr().err.startswith("searching 1 configurations for what fits into ")
     for end, progress in ((3, False), (0, True)):  # nobody to tell, or nothing to keep
         last, asked = end, 0
@@ -182,13 +182,13 @@ def test_it_is_never_above_the_budget_and_nearly_as_fast_as_the_best_of_all(seed
     for part in (0.5, 0.65, 0.8, 0.95, 1.3):
         limit = int(most * part)
         best = steps.best(limit)
-        found = fitted(steps, limit).best
-        assert (found is None) == (best is None)
-        if found is not None and best is not None:
-            assert found.recipe is not None and found.predicted_seconds is not None
-            checked = steps.plan(found.recipe)
-            assert checked.needed_bytes == found.peak_bytes <= limit
-            assert checked.predicted_seconds == found.predicted_seconds <= best * 1.03
+        answer = fitted(steps, limit).best
+        assert (answer is None) == (best is None)
+        if answer is not None and best is not None:
+            assert answer.recipe is not None and answer.predicted_seconds is not None
+            checked = steps.plan(answer.recipe)
+            assert checked.needed_bytes == answer.peak_bytes <= limit
+            assert checked.predicted_seconds == answer.predicted_seconds <= best * 1.03
     assert len(steps.planned) < 5 * 15
 
 
@@ -198,17 +198,17 @@ def test_what_does_not_fit_says_how_much_is_missing_and_where():
         steps.plan(Recipe(units=tuple(UnitRecipe((key,), FREED, RECOMPUTED) for key in KEYS))).needed_bytes,
         steps.plan(Recipe()).needed_bytes,
     )
-    found = fitted(steps, least // 2)
-    assert found.best is None and not any(choice.fits for choice in found.choices)
-    text = str(found)
+    report = fitted(steps, least // 2)
+    assert report.best is None and not any(choice.fits for choice in report.choices)
+    text = str(report)
     assert f"nothing fits into {format_bytes(least // 2)}: the least is {format_bytes(least)}" in text
     assert "too much (8 ranks, recipe=" in text and "at its tightest in " in text
 
 
 def test_what_is_alike_is_decided_by_few_plans():
     steps = Steps(3)
-    found = fitted(steps, steps.plan(Recipe()).needed_bytes * 2)
-    recipe = found.best and found.best.recipe
+    report = fitted(steps, steps.plan(Recipe()).needed_bytes * 2)
+    recipe = report.best and report.best.recipe
     assert recipe is not None and {unit.parameters for unit in recipe.units} == {TO_BACKWARD}
     assert len(steps.planned) <= 8, "where all fits, units are not looked at one by one"
     tight = fitted(steps, int(steps.plan(Recipe()).needed_bytes * 0.85))
@@ -240,12 +240,12 @@ def test_the_batch_and_the_recipe_are_found_together():
         return made_plan(moments, seconds, units=tuple(planned))
 
     with mock.patch.object(fitting, "plan", plan):
-        found = fit(setup, 8, device_memory=500 * MB, machine=MACHINE)
-    answers = {choice.batch: choice for choice in found.choices}
+        report = fit(setup, 8, device_memory=500 * MB, machine=MACHINE)
+    answers = {choice.batch: choice for choice in report.choices}
     kept, computed = answers[10], answers[37]  # 10 + 49 * 10 MB, and 10 + 13 * 37 MB
     assert kept.recipe is not None and {unit.activations for unit in kept.recipe.units} == {STAY}
     assert computed.recipe is not None and RECOMPUTED in {unit.activations for unit in computed.recipe.units}
-    assert found.best is max((kept, computed), key=lambda choice: choice.speed)
+    assert report.best is max((kept, computed), key=lambda choice: choice.speed)
 
 
 # the model
@@ -279,8 +279,8 @@ def test_a_model_with_a_recipe_trains_as_the_plain_one(rank, world_size):
     plain = net(1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(4):
-        seen = [batch(each, 2 * step + part) for each in range(2) for part in range(2)]
-        (sum(plain(each).square().mean() for each in seen) / len(seen)).backward()
+        seen = [batch(other, 2 * step + part) for other in range(2) for part in range(2)]
+        (sum(plain(inputs).square().mean() for inputs in seen) / len(seen)).backward()
         reference.step(), reference.zero_grad()
 
     def check(model: nn.Module, told: str, sync: str = "last") -> None:
@@ -295,9 +295,9 @@ def test_a_model_with_a_recipe_trains_as_the_plain_one(rank, world_size):
         )
         for _ in range(4):
             step_once()
-        found = dict(iter_full_params(model))
+        full = dict(iter_full_params(model))
         for name, expected in plain.named_parameters():
-            torch.testing.assert_close(found[name], expected.detach(), rtol=1e-12, atol=1e-12, msg=told)
+            torch.testing.assert_close(full[name], expected.detach(), rtol=1e-12, atol=1e-12, msg=told)
 
     for recipe, sync in zip(RECIPES, itertools.cycle(("last", "every"))):
         check(recipe.apply(net(1), Block), f"{sync}: {recipe}", sync)
@@ -307,8 +307,8 @@ def test_a_model_with_a_recipe_trains_as_the_plain_one(rank, world_size):
         )
         check(recipe.apply(wrapped), f"wrapped: {recipe}")
         composed = net(1)
-        for each in (*composed.blocks, composed):  # type: ignore[misc]
-            fully_shard(each)
+        for unit in (*composed.blocks, composed):  # type: ignore[misc]
+            fully_shard(unit)
         check(copy.deepcopy(recipe.apply(composed)), f"sharded and copied: {recipe}")
         # a second recipe takes the place of the first one
         check(replace(recipe, units=(UnitRecipe(("blocks.0",)),)).apply(composed), "another one")
@@ -372,8 +372,8 @@ def small(recipe: Recipe = UNTUNED, rows: int = 64) -> Any:
 
 def shards_itself() -> Any:
     model = three_parts(32, 128)
-    for each in (*model, model):
-        fully_shard(each)
+    for module in (*model, model):
+        fully_shard(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, optimizer, step_of(model, optimizer, lambda: model(torch.randn(4096, 32)).square().mean())
 
@@ -386,10 +386,10 @@ def test_a_setup_that_shards_by_itself_keeps_its_units():
         return recipe.apply(model), *rest
 
     limit = int(least.needed_bytes * 0.8)
-    found = fit(setup, 2, device_memory=limit, machine=MACHINE).best
-    assert found is not None and found.recipe is not None and found.peak_bytes <= limit
-    assert [unit.modules for unit in found.recipe.units] == [("",), ("0",), ("1",), ("2",)]
-    assert RECOMPUTED in {unit.activations for unit in found.recipe.units}
+    best = fit(setup, 2, device_memory=limit, machine=MACHINE).best
+    assert best is not None and best.recipe is not None and best.peak_bytes <= limit
+    assert [unit.modules for unit in best.recipe.units] == [("",), ("0",), ("1",), ("2",)]
+    assert RECOMPUTED in {unit.activations for unit in best.recipe.units}
 
 
 def test_activations_leave_for_the_host_where_there_is_a_device():
@@ -415,9 +415,9 @@ def test_activations_leave_for_the_host_where_there_is_a_device():
 
     stay, leave = planned(units), planned(there)
     assert leave.needed_bytes < 0.8 * stay.needed_bytes
-    found = fit(setup, 2, device="cuda", device_memory=leave.needed_bytes, machine=fast).best
-    assert found is not None and found.recipe is not None
-    assert ON_HOST in {unit.activations for unit in found.recipe.units}
+    best = fit(setup, 2, device="cuda", device_memory=leave.needed_bytes, machine=fast).best
+    assert best is not None and best.recipe is not None
+    assert ON_HOST in {unit.activations for unit in best.recipe.units}
 
 
 def test_a_plan_shows_each_word_of_a_recipe():
@@ -465,9 +465,9 @@ def test_precision_and_meta_models_are_as_they_were_asked_for(front):
         dtypes.extend(param.dtype for param in model.parameters())
         return model, torch.optim.SGD(model.parameters()), lambda: seen.append(model(torch.ones(2, 4)).dtype)
 
-    found = plan(setup, 2)
+    planned = plan(setup, 2)
     assert {*dtypes} == {torch.float32} and {*seen} == {torch.bfloat16}
-    for unit in found.units:
+    for unit in planned.units:
         assert unit.gathered_bytes == 2 * unit.parameters, "computed with in 16 bits"
 
 
@@ -475,16 +475,16 @@ def test_precision_and_meta_models_are_as_they_were_asked_for(front):
 def test_of_a_small_program_no_recipe_is_much_faster():
     for part in (0.75, 0.9):
         limit = int(plan(lambda: small(rows=4096), 2).needed_bytes * part)
-        found = fit(lambda recipe: small(recipe, 4096), 2, device_memory=limit, machine=MACHINE).best
-        assert found is not None and found.recipe is not None and found.predicted_seconds is not None
+        best = fit(lambda recipe: small(recipe, 4096), 2, device_memory=limit, machine=MACHINE).best
+        assert best is not None and best.recipe is not None and best.predicted_seconds is not None
         times = []
         for chosen in itertools.product(OPTIONS, repeat=4):
             units = tuple(UnitRecipe((name,), *option) for name, option in zip(("", "0", "1", "2"), chosen))
-            tried = Recipe(units=units, prefetch=found.recipe.prefetch)
+            tried = Recipe(units=units, prefetch=best.recipe.prefetch)
             made = plan(lambda tried=tried: small(tried, 4096), 2, machine=MACHINE)  # type: ignore[misc]
             if made.needed_bytes <= limit:
                 times.append(made.predicted_seconds)
-        assert found.predicted_seconds <= 1.03 * min(times)  # type: ignore[type-var]
+        assert best.predicted_seconds <= 1.03 * min(times)  # type: ignore[type-var]
 
 
 def trains(recipe: Recipe = UNTUNED) -> Any:
@@ -525,16 +525,16 @@ def measure(rank, world_size, path):
 def test_what_is_found_takes_no_more_than_the_budget_when_it_runs(world_size, tmp_path):
     most = plan(trains, world_size).needed_bytes
     limits = [int(part * most) for part in (0.65, 0.75, 0.9, 1.2)]
-    found: list[Any] = [
+    choices: list[Any] = [
         fit(trains, world_size, device_memory=limit, machine=MACHINE).best for limit in limits
     ]
-    assert len({choice.recipe.units for choice in found}) > 2
+    assert len({choice.recipe.units for choice in choices}) > 2
     path = tmp_path / "recipes.json"
-    path.write_text(json.dumps([choice.recipe.to_json() for choice in found]))
+    path.write_text(json.dumps([choice.recipe.to_json() for choice in choices]))
     measure(path=path, world_size=world_size)
     for rank in range(world_size):
         peaks = json.loads((tmp_path / f"{rank}").read_text())
-        for choice, limit, peak in zip(found, limits, peaks):
+        for choice, limit, peak in zip(choices, limits, peaks):
             assert 0.98 * choice.peak_bytes < peak <= limit, f"rank {rank}: {choice}"
 
 
@@ -561,7 +561,7 @@ def test_a_timeline_corrects_a_machine_which_says_by_how_much(tmp_path):
     off = correct_machine(plan(small, 2, machine=again), recorded)
     assert off.flops["float32"] == pytest.approx(again.flops["float32"], rel=0.02), "it was right already"
     # Of a machine with a range the middle is corrected, and no range is left.
-    ranged = replace(slow, flops={dtype: 2 * each for dtype, each in slow.flops.items()}, attained=(0.4, 0.6))
+    ranged = replace(slow, flops={dtype: 2 * rate for dtype, rate in slow.flops.items()}, attained=(0.4, 0.6))
     ranged = replace(ranged, memory_bandwidth=2 * slow.memory_bandwidth)
     middle = correct_machine(plan(small, 2, machine=ranged), recorded)
     assert middle.attained is None and middle.flops == pytest.approx(again.flops)
@@ -615,8 +615,8 @@ def test_wrong_uses_are_refused(make, error, message):
 def test_the_former_name_gives_the_recipe_of_the_best(recwarn):
     limit = int(plan(shards_itself, 2).needed_bytes * 0.8)
     with pytest.warns(FutureWarning, match=r"tune\(\) is fit\(\) now: call fit"):
-        found = tune(shards_itself, 2, memory=limit, machine=MACHINE)
-    assert RECOMPUTED in {unit.activations for unit in found.units}, "applied to what setup() has sharded"
+        recipe = tune(shards_itself, 2, memory=limit, machine=MACHINE)
+    assert RECOMPUTED in {unit.activations for unit in recipe.units}, "applied to what setup() has sharded"
     with pytest.warns(FutureWarning):
         assert (
             tune(small, 2, memory="1GB", machine=MACHINE)
@@ -644,12 +644,12 @@ def test_the_command_prints_the_answer_and_writes_the_recipe(tmp_path, capsys):
     asked = [f"{script_file}:setup", "--ranks", "2", "--machine", str(machine)]
     assert main(["fit", *asked, "--device-memory", "1GB", "--out", str(tmp_path / "recipe.json")]) == 0
     page = capsys.readouterr().out
-    found = Recipe.from_json((tmp_path / "recipe.json").read_text())
-    assert str(found) in page and page.splitlines()[3].endswith("recipe")
+    recipe = Recipe.from_json((tmp_path / "recipe.json").read_text())
+    assert str(recipe) in page and page.splitlines()[3].endswith("recipe")
     assert main(["fit", *asked, "--device-memory", "100B"]) == 1
     assert "nothing fits into 100 B: the least is" in capsys.readouterr().out
     assert main(["tune", *asked, "--device-memory", "1GB"]) == 0
     told = capsys.readouterr()
-    assert str(found) in told.out and "fsdp-wrap tune is fsdp-wrap fit now" in told.err
+    assert str(recipe) in told.out and "fsdp-wrap tune is fsdp-wrap fit now" in told.err
     assert main(["tune", *asked, "--device-memory", "1GB", "--ran", "recipe.json"]) == 2
     assert "--ran is gone" in capsys.readouterr().err

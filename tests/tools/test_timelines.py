@@ -63,30 +63,30 @@ def _checked(events):
 
     Slices of a track nest, arrows begin and end on slices, numbers are finite, tracks have names.
     """
-    named = {(each["pid"], each["tid"]) for each in events if each["name"] == "thread_name"}
-    slices = [each for each in events if each["ph"] == "X"]
-    for track in {(each["pid"], each["tid"]) for each in slices}:
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    for track in {(event["pid"], event["tid"]) for event in slices}:
         assert track in named
-        own = [each for each in slices if (each["pid"], each["tid"]) == track]
+        own = [event for event in slices if (event["pid"], event["tid"]) == track]
         ends: list[float] = []
-        for each in sorted(own, key=lambda each: (each["ts"], -each["dur"])):
-            end = each["ts"] + each["dur"]
-            while ends and ends[-1] <= each["ts"] + 1e-4:  # a tenth of a nanosecond: how floats are printed
+        for event in sorted(own, key=lambda event: (event["ts"], -event["dur"])):
+            end = event["ts"] + event["dur"]
+            while ends and ends[-1] <= event["ts"] + 1e-4:  # a tenth of a nanosecond: how floats are printed
                 ends.pop()
-            assert not ends or end <= ends[-1] + 1e-3, f"{each} overlaps what it lies in"
+            assert not ends or end <= ends[-1] + 1e-3, f"{event} overlaps what it lies in"
             ends.append(end)
     flows: dict[Any, Any] = {}
-    for each in events:
-        assert each["ph"] in "MXCstf" and each.get("ts", 0) >= 0
-        if each["ph"] in "stf":
-            flows.setdefault(each["id"], []).append(each)
-            beside = [one for one in slices if (one["pid"], one["tid"]) == (each["pid"], each["tid"])]
-            under = (one["ts"] <= each["ts"] + 1e-3 <= one["ts"] + one["dur"] + 2e-3 for one in beside)
-            assert any(under), f"{each} points at no slice"
+    for event in events:
+        assert event["ph"] in "MXCstf" and event.get("ts", 0) >= 0
+        if event["ph"] in "stf":
+            flows.setdefault(event["id"], []).append(event)
+            beside = [one for one in slices if (one["pid"], one["tid"]) == (event["pid"], event["tid"])]
+            under = (one["ts"] <= event["ts"] + 1e-3 <= one["ts"] + one["dur"] + 2e-3 for one in beside)
+            assert any(under), f"{event} points at no slice"
     for flow in flows.values():
-        assert [each["ph"] for each in flow] == ["s", "t", "f"]
-        assert [each["ts"] for each in flow] == sorted(each["ts"] for each in flow)
-    return {pid: [each for each in slices if each["pid"] == pid] for pid, _ in named}, flows
+        assert [event["ph"] for event in flow] == ["s", "t", "f"]
+        assert [event["ts"] for event in flow] == sorted(event["ts"] for event in flow)
+    return {pid: [event for event in slices if event["pid"] == pid] for pid, _ in named}, flows
 
 
 def _events_in(path):
@@ -109,18 +109,18 @@ def test_a_trace_holds_what_events_tell(rank, world_size, tmp_path, front, memor
     assert [*processes] == [0, 1]
     way = "shared memory" if memory == "1" else "process group"
     for slices in processes.values():
-        of = {what: [each["args"] for each in slices if each["cat"] == what] for what in CATEGORIES}
+        of = {what: [event["args"] for event in slices if event["cat"] == what] for what in CATEGORIES}
         for kind, what in ((EventKind.UNSHARD, "gather"), (EventKind.REDUCE, "reduce")):
             alike = [event for event in events if event.kind is kind]
-            firsts = [each for each in alike if each.unit in each.together[:1] or not each.together]
+            firsts = [span for span in alike if span.unit in span.together[:1] or not span.together]
             told = Counter(", ".join(event.together) or event.unit for event in firsts)
-            assert told == Counter(each["units"] for each in of[what]) and sum(told.values()) > 1
-            assert {(each["dtype"], each["way"]) for each in of[what]} == {("float32", way)}
+            assert told == Counter(event["units"] for event in of[what]) and sum(told.values()) > 1
+            assert {(event["dtype"], event["way"]) for event in of[what]} == {("float32", way)}
         nbytes = sum(event.nbytes for event in events if event.kind is EventKind.UNSHARD)
-        assert sum(each["bytes"] for each in of["gather"]) == nbytes
-        units = Counter(each["unit"] for each in of["forward"])
+        assert sum(event["bytes"] for event in of["gather"]) == nbytes
+        units = Counter(event["unit"] for event in of["forward"])
         assert units == {"": STEPS, "blocks.0": STEPS, "blocks.1": STEPS}
-        assert {each["unit"] for each in of["backward"]} >= {"blocks.0", "blocks.1"}
+        assert {event["unit"] for event in of["backward"]} >= {"blocks.0", "blocks.1"}
         assert len(of["optimizer"]) == STEPS
     transfers = len(of["gather"]) + len(of["reduce"])
     assert len(flows) == 2 * transfers, "each transfer was issued and used"
@@ -277,7 +277,7 @@ def test_recomputed_and_nested_units(rank, world_size, front, tmp_path):
     with timeline(model) as recorded:
         model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
     (record,) = recorded.ranks
-    what = [(each.what, each.unit) for each in record.compute]
+    what = [(span.what, span.unit) for span in record.compute]
     assert what.count(("forward", "inner")) == 1 and what.count(("recompute", "inner")) == 1
     assert ("backward", "inner") in what and ("backward", "") in what
     recorded.save(tmp_path / "trace.json")
@@ -297,10 +297,10 @@ def test_models_by_name(rank, world_size):
     units = {unit for transfer in record.transfers for unit in transfer.units}
     parts = ("", ".blocks.0", ".blocks.1")
     assert units == {f"{model}{rest}" for model in ("actor", "critic") for rest in parts}
-    assert sum(each.what == "optimizer" for each in record.compute) == 2
+    assert sum(span.what == "optimizer" for span in record.compute) == 2
     with timeline(nn.ModuleList([first, second])) as recorded:  # around roots
         step_second()
-    forwards = {each.unit for each in recorded.ranks[0].compute if each.what == "forward"}
+    forwards = {span.unit for span in recorded.ranks[0].compute if span.what == "forward"}
     assert forwards == {f"1{rest}" for rest in parts}
 
 
@@ -340,7 +340,7 @@ def test_files_that_are_no_timelines(tmp_path):
 
 @either_front
 def test_on_an_accelerator(front, tmp_path):
-    found = {}
+    kept = {}
 
     def body(rank, device):
         model = programs.wrapped(front, cpu_offload=CPUOffload(offload_params=True))
@@ -348,18 +348,18 @@ def test_on_an_accelerator(front, tmp_path):
         with timeline(model) as recorded:
             programs.train(model, rank, device, steps=2)
         if rank == 0:
-            found["timeline"] = recorded
+            kept["timeline"] = recorded
 
     run_simulated(2, body)
-    recorded = found["timeline"]
+    recorded = kept["timeline"]
     recorded.save(tmp_path / "trace.json")
     processes, _ = _checked(_events_in(tmp_path / "trace.json"))
     assert [*processes] == [0, 1]
     for record in recorded.ranks:
-        assert {each.known for each in record.transfers} == {"told"}
-        assert {each.what for each in record.copies} == {"to device", "to host"}
-        assert {each.what for each in record.host_side} == {"issue gather", "issue reduce", "wait for copies"}
-        assert {each.what for each in record.compute} >= {"forward", "backward", "wait for gather"}
+        assert {sent.known for sent in record.transfers} == {"told"}
+        assert {copy.what for copy in record.copies} == {"to device", "to host"}
+        assert {span.what for span in record.host_side} == {"issue gather", "issue reduce", "wait for copies"}
+        assert {span.what for span in record.compute} >= {"forward", "backward", "wait for gather"}
         for transfer in record.transfers:  # begins after the computation asked, and ends before its use
             assert transfer.waits and transfer.begin <= transfer.end <= transfer.waits[0].end
     assert "2 ranks on one host" in recorded.report()
@@ -403,17 +403,17 @@ def test_updates_in_the_backward(rank, world_size, front, tmp_path):
         _checked(_events_in(tmp_path / "trace.json"))
         assert load(tmp_path / "trace.json").ranks == recorded.ranks
         (record,) = recorded.ranks
-        within = [each for each in record.compute if each.what == "update"]
+        within = [span for span in record.compute if span.what == "update"]
         updates = [*record.updates] if in_thread else within
         assert (not within) if in_thread else (not record.updates)
-        assert sorted(each.unit for each in updates) == sorted(["", "blocks.0", "blocks.1"] * STEPS)
-        assert all(each.end - each.begin >= 25_000_000 for each in updates)
-        assert not any(each.what == "optimizer" for each in record.compute)
+        assert sorted(update.unit for update in updates) == sorted(["", "blocks.0", "blocks.1"] * STEPS)
+        assert all(update.end - update.begin >= 25_000_000 for update in updates)
+        assert not any(span.what == "optimizer" for span in record.compute)
         told = [line for line in recorded.report().splitlines() if line.startswith("The host updates units")]
         assert len(told) == in_thread
         if in_thread:
-            slow = [each for each in record.compute if (each.what, each.unit) == ("backward", "blocks.0")]
-            beside = [each for each in updates if each.unit == "blocks.1"]
+            slow = [span for span in record.compute if (span.what, span.unit) == ("backward", "blocks.0")]
+            beside = [update for update in updates if update.unit == "blocks.1"]
             for one, other in zip(beside, slow, strict=True):
                 assert one.begin < other.end and other.begin < one.end
             assert int(told[0].split("%")[0].split()[-1]) >= 10
@@ -435,18 +435,23 @@ def test_a_rank_without_a_batch_helps(rank, world_size, front, tmp_path):
     trace, picture = tmp_path / f"{rank}.json", tmp_path / f"{rank}.svg"  # of each rank: all have the same
     recorded.save(trace)
     processes, _ = _checked(_events_in(trace))
-    helping = [[each for each in processes[other] if each["name"] == "help other ranks"] for other in (0, 1)]
-    assert [len(each) for each in helping] == [0, 3]
+    helping = [
+        [event for event in processes[other] if event["name"] == "help other ranks"] for other in (0, 1)
+    ]
+    assert [len(events) for events in helping] == [0, 3]
     first, second = recorded.ranks
     assert len(first.passes) == len(second.passes) == 4
-    sent = [Counter((each.kind, each.units, each.nbytes) for each in one.transfers) for one in recorded.ranks]
+    sent = [
+        Counter((transfer.kind, transfer.units, transfer.nbytes) for transfer in one.transfers)
+        for one in recorded.ranks
+    ]
     assert sent[0] == sent[1]
-    assert Counter(each.unit for each in second.compute if each.what == "forward")["blocks.0"] == 1
-    helped = [each for each in second.compute if each.what == "help other ranks"]
+    assert Counter(span.unit for span in second.compute if span.what == "forward")["blocks.0"] == 1
+    helped = [span for span in second.compute if span.what == "help other ranks"]
     within = [wait for transfer in second.transfers for wait in transfer.waits]
     assert sum(any(a.begin <= wait.begin < a.end for a in helped) for wait in within) > len(within) / 2
     report = recorded.report().splitlines()
-    total = sum(each.end - each.begin for each in helped) / 1e6
+    total = sum(span.end - span.begin for span in helped) / 1e6
     assert total > 0
     told = f"takes {total:.1f} ms in all: {total:.1f} ms on rank 1."
     assert f"Helping other ranks, without a batch, {told}" in report

@@ -177,18 +177,18 @@ def main() -> None:
         outcome, _ = run_isolated(walk, front, world_size=2)
         if outcome.kind != "passed":
             raise SystemExit(f"{front}: {outcome.headline}\n{outcome.text}")
-        for name, found in outcome.value.items():
-            _print_row(front, name, found)
+        for name, entered in outcome.value.items():
+            _print_row(front, name, entered)
             if front == TORCHS:
-                own = [function for function in found.functions if function[0].startswith("fsdp/")]
+                own = [function for function in entered.functions if function[0].startswith("fsdp/")]
                 _print_row("  its files in fsdp/", name, Walk(own, 0))
-            for file, function in found.functions if options.list else ():
+            for file, function in entered.functions if options.list else ():
                 print(f"    {file:40} {function}")
 
 
-def _print_row(front: str, name: str, found: Walk) -> None:
-    calls = found.calls or ""
-    print(f"{front:22}{name:12}{len(found.files):7}{len(found.functions):11}{calls:>7}")
+def _print_row(front: str, name: str, entered: Walk) -> None:
+    calls = entered.calls or ""
+    print(f"{front:22}{name:12}{len(entered.files):7}{len(entered.functions):11}{calls:>7}")
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def end_in(
     batches = BATCHES if victim == VICTIM else [0, 3, 3][::-1]
     if rank == victim and where in ("forward", "backward"):
         middle = next(
-            each
-            for name, each in model.named_modules()
+            module
+            for name, module in model.named_modules()
             if name.endswith("1.linear") or (name.endswith("linear") and ".1." in name)
         )
         act_in_second(middle, where, act)
@@ -97,7 +97,7 @@ WHERE = ["at once", "between", "forward", "backward", "at the end"]
 
 
 @pytest.mark.parametrize(
-    "front", ["orig", *(pytest.param(each, marks=pytest.mark.slow) for each in ("flat", "composable"))]
+    "front", ["orig", *(pytest.param(front, marks=pytest.mark.slow) for front in ("flat", "composable"))]
 )
 def test_an_error_of_one_rank_is_an_error_of_all(front):
     cases = [(front, where, raise_fault, victim) for where in WHERE for victim in (0, VICTIM)]

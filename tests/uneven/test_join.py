@@ -143,16 +143,16 @@ def fit_unsynced(model: nn.Module, batch: Any, number: int, share: float) -> Non
 
 def fit_twice(model: nn.Module, batch: Any, number: int, share: float) -> None:
     """Runs two backwards of one forward."""
-    found = model(batch[0])
-    (found.square().mean() * share).backward(retain_graph=True)
-    (F.mse_loss(found, batch[1]) * share).backward()
+    output = model(batch[0])
+    (output.square().mean() * share).backward(retain_graph=True)
+    (F.mse_loss(output, batch[1]) * share).backward()
 
 
 def fit_smooth(model: nn.Module, batch: Any, number: int, share: float) -> None:
     """Penalizes gradients of inputs."""
-    found = model(x := batch[0].requires_grad_())
-    (slope,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
-    ((F.mse_loss(found, batch[1]) + slope.square().mean()) * share).backward()
+    output = model(x := batch[0].requires_grad_())
+    (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    ((F.mse_loss(output, batch[1]) + slope.square().mean()) * share).backward()
 
 
 def fit_and_explain(model: nn.Module, batch: Any, number: int, share: float) -> None:
@@ -162,14 +162,14 @@ def fit_and_explain(model: nn.Module, batch: Any, number: int, share: float) -> 
 
 
 class Loop(NamedTuple):
-    """A loop: the backwards of one batch, after how many batches it steps, and how gradients go then."""
+    """A loop: the backwards of a batch, after how many batches it steps, and how it clears gradients."""
 
     fit: Callable[[nn.Module, Any, int, float], None] = fit
     accumulates: int = 1
     drops: bool = True
 
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, every: Any, share: float) -> None:
-        """Trains with the batches of some ranks for each number."""
+        """Trains; `every` has the batches of some ranks for each number."""
         for number, batches in enumerate(every):
             for batch in batches:
                 self.fit(model, batch, number, share)
@@ -199,7 +199,7 @@ def test_epochs(rank, world_size, name, front, strategy):
     options = chosen(front, strategy, world_size)
     pair: Any = twins(front, Net, torch.float64, auto_wrap_policy=NameWrapPolicy("Sequential"), **options)
     plain, model = pair
-    optimizers = [optimizer_of(each) for each in (plain, model)]
+    optimizers = [optimizer_of(net) for net in (plain, model)]
     for epoch in range(2):
         every = [
             [example(other, 10 * epoch + number) for other, count in enumerate(counts) if number < count]

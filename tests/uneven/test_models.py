@@ -89,5 +89,5 @@ def test_sums_of_models_with_other_weights_have_no_one_mean(rank, world_size, fr
         work.backward(models[0](example(rank, 1)).sum(), 1.0 + rank)
         work.backward(models[1](example(rank, 1)).sum(), 2.0 + rank)
     for model, grads in zip(models, before):
-        found = full_grads(model)
-        assert all(torch.equal(found[name], grad) for name, grad in grads.items())
+        own = full_grads(model)
+        assert all(torch.equal(own[name], grad) for name, grad in grads.items())

@@ -180,10 +180,10 @@ def mixture(front: str) -> tuple[nn.Module, nn.Module]:
 
 @ranks(2)
 def test_experts_whose_gradients_are_compressed(rank, world_size):
-    """What else there is meets a unit that is skipped in `tests/seams`."""
+    """`tests/seams` combines skipped units with everything else."""
     plain, model = mixture("orig")
     compress(model, reductions="int8")
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
     for step in range(3):
         model(*batch_of(rank, step)).backward()
         mean_backward(lambda member: plain(*batch_of(member, step)))  # noqa: B023
@@ -221,8 +221,8 @@ def test_what_no_rank_runs_has_no_gradient_and_is_gathered_once_a_pass(rank, wor
     gathers = Counter(event.unit for event in events if event.kind is EventKind.UNSHARD)
     reductions = Counter(event.unit for event in events if event.kind is EventKind.REDUCE)
     experts = [f"layers.{n}.experts.{index}" for n in range(3) for index in range(3)]
-    assert {gathers[each] for each in experts} == {2}
-    assert {reductions[each] for each in experts} == {1}
+    assert {gathers[expert] for expert in experts} == {2}
+    assert {reductions[expert] for expert in experts} == {1}
     used = {name for name, grad in full_grads(model).items() if grad.count_nonzero()}
     expected = {f"layers.{n}.experts.{index}.up.weight" for n, index in ((0, 0), (0, 1), (1, 0))}
     assert {name for name in used if name.endswith("up.weight")} == expected

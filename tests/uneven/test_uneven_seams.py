@@ -61,9 +61,9 @@ def test_with_as_many_batches_the_bits_are_those_of_the_even_case(rank, world_si
             param.grad.div_(count)
     work = run(model, rank, count)
     assert work.passes_helped == 0
-    found = full_grads(model)
+    grads = full_grads(model)
     for name, value in full_grads(even).items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(grads[name], value), name
 
 
 @each_front
@@ -88,9 +88,9 @@ def test_generation_of_different_lengths(rank, world_size, front):
     plain, model = pair(front)
     lengths = [4, 0, 2]
     with torch.no_grad(), uneven(model) as work:
-        found = [model(tokens(rank, step)) for step in range(lengths[rank])]
+        outputs = [model(tokens(rank, step)) for step in range(lengths[rank])]
     assert work.passes_helped == max(lengths) - lengths[rank]
-    torch.testing.assert_close(found, [plain(tokens(rank, step)) for step in range(lengths[rank])], **CLOSE)
+    torch.testing.assert_close(outputs, [plain(tokens(rank, step)) for step in range(lengths[rank])], **CLOSE)
     assert all(param.grad is None for param in model.parameters())
 
 
@@ -216,16 +216,16 @@ def test_a_scaler_and_mixed_precision(rank, world_size, front):
 def test_whole_matrices_are_updated_after_the_context(rank, world_size):
     _, model = pair("composable", torch.float32)
     _, even = pair("composable", torch.float32)
-    optimizers = [Muon(each, lr=0.01) for each in (model, even)]
+    optimizers = [Muon(net, lr=0.01) for net in (model, even)]
     run(model, rank, 2 * rank)  # rank 1 alone has batches
     for step in range(2):  # the same, run by both
         (loss_of(even, tokens(1, step)) / 2).backward()
-    for each, optimizer in zip((model, even), optimizers):
-        clip_grad_norm_(each, 1.0)
+    for net, optimizer in zip((model, even), optimizers):
+        clip_grad_norm_(net, 1.0)
         optimizer.step()
-    found = dict(model.named_parameters())
+    params = dict(model.named_parameters())
     for name, param in even.named_parameters():
-        torch.testing.assert_close(found[name].full_tensor(), param.full_tensor(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(params[name].full_tensor(), param.full_tensor(), rtol=1e-4, atol=1e-5)
 
 
 @ranks(2)
@@ -244,9 +244,9 @@ def test_reductions_in_fewer_bytes(rank, world_size):
 def test_parameters_that_are_replaced_or_frozen_between(rank, world_size, front):
     plain, model = pair(front)
     run(model, rank, 1)
-    for each in (plain, model):
-        each.zero_grad()
-        for name, param in each.named_parameters():
+    for net in (plain, model):
+        net.zero_grad()
+        for name, param in net.named_parameters():
             param.requires_grad_("norm" not in name or front == "flat")
             if front == "composable":
                 param.detach().mul_(2)

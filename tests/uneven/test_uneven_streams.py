@@ -31,8 +31,8 @@ class _Exchange:
     """Gives each rank what all have brought."""
 
     def work(self, data: Sequence[tuple[Any, list[Any]]]) -> None:
-        for _, found in data:
-            found += [value for value, _ in data]
+        for _, gathered in data:
+            gathered += [value for value, _ in data]
 
 
 class ThreadPeers:
@@ -46,9 +46,9 @@ class ThreadPeers:
         self._rank, self._meeting, self._boxes = dist.get_rank(), meeting, boxes
 
     def share(self, value: Any) -> dict[int, Any]:
-        found: list[Any] = []
-        self._meeting.come(self._rank, (value, found), _Exchange())
-        return dict(zip(self.members, found))
+        gathered: list[Any] = []
+        self._meeting.come(self._rank, (value, gathered), _Exchange())
+        return dict(zip(self.members, gathered))
 
     def agree(self, note: object, own: Sequence[float], *_: object) -> dict[int, list[float]]:
         return self.share(own)
@@ -80,7 +80,7 @@ def uneven_threads(world_size: int) -> Iterator[None]:
     ranks = range(world_size)
     meeting, boxes = Meeting(world_size), {(one, two): queue.Queue[Any]() for one in ranks for two in ranks}
     with (
-        mock.patch.object(members, "peers_over", lambda found: ThreadPeers(sorted(found), meeting, boxes)),
+        mock.patch.object(members, "peers_over", lambda group: ThreadPeers(sorted(group), meeting, boxes)),
         mock.patch.object(members, "ranks_of", lambda *_: {*ranks}),
         mock.patch.object(Rounds, "make_leader", _OwnLeader),
         mock.patch.object(
@@ -105,7 +105,7 @@ def runs_dry(rank: int, device: Simulation, front: str, **options: Any) -> objec
 
 
 @pytest.mark.parametrize(
-    "front", ["composable", *(pytest.param(each, marks=pytest.mark.slow) for each in ("flat", "orig"))]
+    "front", ["composable", *(pytest.param(front, marks=pytest.mark.slow) for front in ("flat", "orig"))]
 )
 def test_every_order_has_the_same_outcome_where_ranks_run_dry(front):
     with uneven_threads(2):

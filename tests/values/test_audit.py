@@ -119,7 +119,7 @@ def flipped(fault: Fault) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def pieces_of(sharded: Any) -> list[torch.Tensor]:
-    return [each.data for each in sharded.intervals() if each.data.numel()]
+    return [interval.data for interval in sharded.intervals() if interval.data.numel()]
 
 
 class Fault(PlugIn):
@@ -128,7 +128,7 @@ class Fault(PlugIn):
     def __init__(self, kind: str, unit: Any, draw: random.Random) -> None:
         self.kind, self.unit, self.draw, self.size = kind, unit, draw, 0.0
         self.order = Precedence.VALUES if kind.endswith("sent") else -1
-        self._sharded = draw.choice([each for each in unit.params if pieces_of(each)] or [None])
+        self._sharded = draw.choice([param for param in unit.params if pieces_of(param)] or [None])
 
     def sees(self, owner: Any, seam: ValueSeam, values: Any) -> None:
         if self.size or (owner is not self.unit and owner not in self.unit.params):
@@ -142,11 +142,11 @@ class Fault(PlugIn):
         elif seam is ValueSeam.OUTPUTS and self.kind == "shard, in the step" and self._sharded is not None:
             target = self.draw.choice(pieces_of(self._sharded))
         elif seam is ValueSeam.GRADIENTS and self.kind == "gradient":
-            grads = [leaf.grad for each in self.unit.segments for leaf in each.leaves]
-            target = self.draw.choice([each for each in grads if each is not None])
+            grads = [leaf.grad for segment in self.unit.segments for leaf in segment.leaves]
+            target = self.draw.choice([grad for grad in grads if grad is not None])
         elif seam is ValueSeam.REDUCED and self.kind == "reduced shard":
             target = self.draw.choice(
-                [each for each in owner.layout.pieces(values[0]) if each.numel()] or [None]
+                [piece for piece in owner.layout.pieces(values[0]) if piece.numel()] or [None]
             )
         if target is not None:
             self.size = flip(target, self.draw)
@@ -247,12 +247,12 @@ def sweep(front: str, number: int, seed: int, kinds: Any = tuple(KINDS), **optio
     for index in range(number):
         inner(model).load_state_dict(start)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with audit(model, every=1, on_fault=lambda found: None, seed=seed + index) as watch:
+        with audit(model, every=1, on_fault=lambda finding: None, seed=seed + index) as watch:
             step(model, optimizer)
             assert not watch.findings, watch.findings
             outcomes.append(faulty_step(kinds[index % len(kinds)], draw, model, optimizer, watch))
     hook.remove()
-    return [each for each in outcomes if each.size > 0]
+    return [outcome for outcome in outcomes if outcome.size > 0]
 
 
 ROUNDS = 1e-4
@@ -261,12 +261,14 @@ ROUNDS = 1e-4
 
 def check(outcomes: Sequence[Outcome]) -> None:
     """Checks that what is found is right, and that what is not found is small."""
-    for each in outcomes:
-        if each.told:
-            assert each.right or each.kind == "reduce buffer, sent", each
+    for outcome in outcomes:
+        if outcome.told:
+            assert outcome.right or outcome.kind == "reduce buffer, sent", outcome
         else:
-            assert KINDS[each.kind] not in ("shard", "gather", "update") and each.kind != "output", each
-            assert each.kind != "gradient" and each.size < ROUNDS, each
+            assert KINDS[outcome.kind] not in ("shard", "gather", "update") and outcome.kind != "output", (
+                outcome
+            )
+            assert outcome.kind != "gradient" and outcome.size < ROUNDS, outcome
 
 
 SLOW = pytest.mark.slow
@@ -279,7 +281,7 @@ SLOW = pytest.mark.slow
 )
 def test_flipped_bits_are_found(rank, world_size, front, seed):
     outcomes = sweep(front, (4 if seed == 2 else 1) * len(KINDS), seed)
-    assert len({each.kind for each in outcomes}) > 8
+    assert len({outcome.kind for outcome in outcomes}) > 8
     check(outcomes)
     if seed == 2 and front != "composable":
         bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -354,11 +356,11 @@ def test_replicas_compare_shards(rank, world_size):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if rank == 3:  # before any look
         model.blocks[0].up.weight.to_local().data[0, 0] += 0.1
-    with audit(model, every=1, on_fault=lambda found: None) as watch:
+    with audit(model, every=1, on_fault=lambda finding: None) as watch:
         step(model, optimizer)
-    found = watch.findings[0]
-    assert (found.phase, found.suspects, found.unit) == ("shard", (1, 3), "blocks.0")
-    assert "one of the ranks 1, 3" in found.describe()
+    finding = watch.findings[0]
+    assert (finding.phase, finding.suspects, finding.unit) == ("shard", (1, 3), "blocks.0")
+    assert "one of the ranks 1, 3" in finding.describe()
 
 
 @SLOW
@@ -367,7 +369,7 @@ def test_flipped_bits_of_hybrid_meshes_are_found(rank, world_size):
     draw, model = random.Random(5), hybrid()
     for index, kind in enumerate(("gather, forward", "reduced shard", "gradient", "shard, in the step") * 3):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with audit(model, every=1, on_fault=lambda found: None, seed=index) as watch:
+        with audit(model, every=1, on_fault=lambda finding: None, seed=index) as watch:
             step(model, optimizer)
             outcome = faulty_step(kind, draw, model, optimizer, watch)
         if outcome.size and KINDS[kind] != "reduction":

@@ -167,7 +167,7 @@ def test_what_a_backward_makes_is_named(rank, world_size, modules):
     phase, module = error.first.phase, error.first.module
     expected = ("gradient of input", "blocks.1.between" if modules else "blocks.1")
     assert (phase, module) == expected
-    assert [(each.rank, each.phase) for each in error.also] == [(1 - CULPRIT, "reduced gradient")]
+    assert [(other.rank, other.phase) for other in error.also] == [(1 - CULPRIT, "reduced gradient")]
 
 
 class Spoiler(PlugIn):
@@ -236,7 +236,7 @@ def test_input_shard_and_update_are_named(rank, world_size, front, modules):
 
     error = error_of(made(front), spoil_shard, modules=modules)
     assert place(error) == (CULPRIT, "parameter", "blocks.1", "blocks.1.down") and error.first.made
-    assert [each.made for each in error.also] == [False]  # the gather brought it
+    assert [other.made for other in error.also] == [False]  # the gather brought it
 
     model = made(front)
     optimizer = torch.optim.SGD(model.parameters(), lr=math.inf if rank == CULPRIT else 0.01)
@@ -282,7 +282,7 @@ CLEAN: dict[str, dict[str, Any]] = {
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=[SLOW] * (each != "checkpointed")) for each in CLEAN]
+    "case", [pytest.param(case, marks=[SLOW] * (case != "checkpointed")) for case in CLEAN]
 )
 def test_clean_steps_raise_nothing_and_spoilt_ones_do(rank, world_size, case):
     model = made("orig", **CLEAN[case])
@@ -372,8 +372,8 @@ def test_tensor_subclasses_are_looked_at_beside_plain_tensors():
         values = torch.tensor([0.5, value])
         pieces = activations([torch.ones(2), TwoTensor(values, values.clone())])
         looks.look(Origin(spot, True, "Made here"), "parameter", pieces)
-        assert (looks.finding is None) is (value == 1.0)
-    assert looks.finding is not None and looks.finding.tensor == "parameter 1"
+        assert (looks.found is None) is (value == 1.0)
+    assert looks.found is not None and looks.found.tensor == "parameter 1"
 
 
 def test_nothing_sharded_is_refused():

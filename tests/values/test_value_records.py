@@ -103,9 +103,9 @@ def test_statistics_add_up_over_pieces():
             )
         others = [values.roll(1), values * 1.01, values.index_fill(0, torch.tensor(7), 0.0)]
         for other in others:
-            found = Statistics()
-            found.add(other, "name")
-            assert found.checksum != whole.checksum
+            statistics = Statistics()
+            statistics.add(other, "name")
+            assert statistics.checksum != whole.checksum
         named = Statistics()
         named.add(values, "other")
         assert named.checksum != whole.checksum
@@ -131,7 +131,7 @@ def test_front_ends_and_a_plain_module_record_the_same(tmp_path):
         assert compared(tmp_path / "flat", tmp_path / other).kind == "equal", other
     verdict = compared(tmp_path / "plain", tmp_path / "composable")
     assert verdict.kind == "rounding", (verdict.told, verdict.first)
-    assert len({(each.seam, each.unit) for each in verdict.steps}) >= 20
+    assert len({(step.seam, step.unit) for step in verdict.steps}) >= 20
 
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -180,10 +180,10 @@ def test_steps_have_one_number_on_all_ranks_though_one_has_no_batch(tmp_path):
     record_plain(tmp_path / "plain")
     run_ranks(2, _without_a_batch, str(tmp_path / "two"))
     (plain,), two = files.read(tmp_path / "plain"), files.read(tmp_path / "two")
-    assert [[*each.steps] for each in two] == [[*plain.steps]] * 2
+    assert [[*record.steps] for record in two] == [[*plain.steps]] * 2
     for number, step in plain.steps.items():
         for unit in ("", *UNITS):
-            updated = [each.steps[number].rows[files.UPDATE, unit].total for each in two]
+            updated = [record.steps[number].rows[files.UPDATE, unit].total for record in two]
             assert sum(updated) == pytest.approx(step.rows[files.UPDATE, unit].total, rel=1e-4), (
                 number,
                 unit,
@@ -251,12 +251,12 @@ def test_the_first_seam_that_departs_is_named(front, tmp_path):
     run_ranks(2, _faulty, str(tmp_path / "right"), "none", front)
     for kind, (verdict, step, seam, unit, culprits, told) in VERDICTS.items():
         run_ranks(2, _faulty, str(tmp_path / kind), kind, front)
-        found = compared(tmp_path / "right", tmp_path / kind)
-        first = found.first
+        comparison = compared(tmp_path / "right", tmp_path / kind)
+        first = comparison.first
         assert first is not None, kind
-        said = kind, first.ranks, found.told
-        assert (found.kind, first.step, first.seam, first.unit) == (verdict, step, seam, unit), said
-        assert first.ranks == culprits and told in found.told, said
+        said = kind, first.ranks, comparison.told
+        assert (comparison.kind, first.step, first.seam, first.unit) == (verdict, step, seam, unit), said
+        assert first.ranks == culprits and told in comparison.told, said
 
 
 def test_the_command_draws_departure_against_depth(tmp_path, capsys):

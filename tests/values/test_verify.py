@@ -131,7 +131,7 @@ def test_mistakes_are_told(name):
 
 
 @pytest.mark.parametrize(
-    "name", [each if n < FIRST else pytest.param(each, marks=slow) for n, each in enumerate(RIGHT)]
+    "name", [program if n < FIRST else pytest.param(program, marks=slow) for n, program in enumerate(RIGHT)]
 )
 def test_nothing_is_told_of_right_programs(name):
     report = verified(**RIGHT[name])
@@ -181,9 +181,9 @@ def test_other_numbers_of_ranks_are_verified():
 
 def without_threads(body: Any) -> Any:
     """Calls a body in a process that may be forked: no backward has run in a thread there."""
-    (found,) = run_isolated(body, backend=None, timeout=NEVER)
-    assert found.kind == "passed", found
-    return found.value
+    (outcome,) = run_isolated(body, backend=None, timeout=NEVER)
+    assert outcome.kind == "passed", outcome
+    return outcome.value
 
 
 def closures(rank: int, world_size: int) -> str:

@@ -75,8 +75,8 @@ class Server(ThreadingHTTPServer):
 
     def on_workers(self, do: Any, *what: Any) -> None:
         with ThreadPoolExecutor(WORKERS) as pool:
-            for each in [pool.submit(do, each, *what) for each in range(WORKERS)]:
-                each.result(NEVER)
+            for call in [pool.submit(do, worker, *what) for worker in range(WORKERS)]:
+                call.result(NEVER)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -42,17 +42,17 @@ def follows(model: nn.Module, dtype: torch.dtype | None = None, change: Callable
     for _ in range(3):
         before = whole(model, dtype)
         change(model)
-        now, found = whole(model, dtype), changes.collect()
+        now, changed = whole(model, dtype), changes.collect()
         if dist.get_rank() > 0:
-            assert not found and not found.checksums
+            assert not changed and not changed.checksums
             continue
         expected = sum(int((bits(now[name]) != bits(before[name])).sum()) for name in now)
-        assert sum(len(each.index) for each in found) == expected
-        assert found.nbytes == sum(len(each.index) * (8 + each.value.itemsize) for each in found)
-        apply_changes(receiver, found)
+        assert sum(len(delta.index) for delta in changed) == expected
+        assert changed.nbytes == sum(len(delta.index) * (8 + delta.value.itemsize) for delta in changed)
+        apply_changes(receiver, changed)
         for name, value in now.items():
             assert torch.equal(receiver[name], value), name
-            assert found.checksums[name] == checksum(value)
+            assert changed.checksums[name] == checksum(value)
 
 
 @pytest.mark.parametrize("policy", [POLICY, None], ids=["layers", "whole"])
@@ -93,9 +93,9 @@ def test_checksums_are_those_of_all_elements_however_few_changed_since(rank, wor
     rounds = [(step, True), (add_to_some, True), (add_to_some, False), (step, False), (add_to_some, True)]
     for change_it, wanted in rounds:
         change_it(model)
-        found, now = changes.collect(checksums=wanted), whole(model, torch.bfloat16)
+        changed, now = changes.collect(checksums=wanted), whole(model, torch.bfloat16)
         sums = {name: checksum(value) for name, value in now.items()}
-        assert found.checksums == (sums if rank == 0 and wanted else {})
+        assert changed.checksums == (sums if rank == 0 and wanted else {})
 
 
 @ranks(2)
@@ -105,8 +105,8 @@ def test_what_did_not_change_is_not_told(rank, world_size):
         for param in model.parameters():
             param.mul_(float("nan"))  # which does not equal itself
     changes = weight_changes(model)
-    found = changes.collect()
-    assert len(found) == 0 and len(found.checksums) == (6 if rank == 0 else 0)
+    changed = changes.collect()
+    assert len(changed) == 0 and len(changed.checksums) == (6 if rank == 0 else 0)
 
     model = net()  # what is no floating number, and outside of units
     model.count = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
@@ -114,9 +114,9 @@ def test_what_did_not_change_is_not_told(rank, world_size):
     changes = weight_changes(model, torch.bfloat16)
     with torch.no_grad():
         model.count[1] = 5
-    found = changes.collect()
+    changed = changes.collect()
     if rank == 0:
-        ((name, index, value),) = found
+        ((name, index, value),) = changed
         assert (name, index.tolist(), value.tolist()) == ("count", [1], [5])
 
 
@@ -129,10 +129,10 @@ def test_buffers_go_along(rank, world_size, front):
     receiver.load_state_dict(full_state(model))
     torch.manual_seed(rank)  # statistics differ between ranks
     step(model)
-    found, few = changes.collect(), without.collect()
+    changed, few = changes.collect(), without.collect()
     expected = full_state(model)
     if rank == 0:
-        apply_changes(receiver.state_dict(), found)
+        apply_changes(receiver.state_dict(), changed)
         assert receiver[1].num_batches_tracked == 1
         for name, value in receiver.state_dict().items():
             assert torch.equal(value, expected[name].to(value.dtype)), name
@@ -179,7 +179,7 @@ def test_checksums_tell_places_and_bits():
     one = torch.tensor([1.0, 2.0, 3.0])
     assert checksum(one) == checksum(one.view(3, 1))
     others = [one.flip(0), torch.tensor([1.0, 2.0, 3.0000002]), one[:2], one.double(), -one]
-    assert len({checksum(each) for each in (one, *others)}) == 6
+    assert len({checksum(value) for value in (one, *others)}) == 6
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
 
 

@@ -80,10 +80,10 @@ def step(model: nn.Module) -> None:
     optimizer.zero_grad()
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert [*found] == [*expected]
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert [*actual] == [*expected]
     for name, value in expected.items():
-        assert torch.equal(found[name], value.detach()), name
+        assert torch.equal(actual[name], value.detach()), name
 
 
 @either_front
@@ -102,9 +102,9 @@ def test_full_tensors_under_plain_names(rank, world_size, front):
     same(dict(source), dict(source))
 
     joined = weight_source(model, "model.{}".format, fuse=QKV | STACK, dtype=torch.bfloat16, buffers=True)
-    found = [(name, value.dtype, tuple(value.shape)) for name, value in joined]
-    assert [tuple(each) for each in joined.metadata()] == found
-    assert len(joined) == len(found) and found[0][0] == "model.embed.weight"
+    described = [(name, value.dtype, tuple(value.shape)) for name, value in joined]
+    assert [tuple(meta) for meta in joined.metadata()] == described
+    assert len(joined) == len(described) and described[0][0] == "model.embed.weight"
     kept = dict(weight_source(model, fuse=QKV, rank0_only=True))
     assert kept["blocks.0.attn.qkv_proj.weight"].shape == (WIDTH + 4, WIDTH)
     if rank == 0:
@@ -117,7 +117,7 @@ def test_full_tensors_under_plain_names(rank, world_size, front):
 @ranks(2)
 def test_joined_tensors(rank, world_size, front, dtype):
     model, plain = trained(front)
-    found = dict(weight_source(model, fuse=QKV | STACK, dtype=dtype, buffers=False))
+    exported = dict(weight_source(model, fuse=QKV | STACK, dtype=dtype, buffers=False))
     expected = {"embed.weight": plain.embed.weight}
     for index, block in enumerate(plain.blocks):
         parts = [block.attn.q_proj, block.attn.k_proj, block.attn.v_proj]
@@ -125,25 +125,25 @@ def test_joined_tensors(rank, world_size, front, dtype):
         expected[f"{attn}.qkv_proj.weight"] = torch.cat([part.weight for part in parts])
         expected[f"{attn}.qkv_proj.bias"] = torch.cat([part.bias for part in parts])
         expected[f"{attn}.o_proj.weight"] = block.attn.o_proj.weight
-        expected[f"blocks.{index}.w1.weight"] = torch.stack([each.weight for each in block.experts])
+        expected[f"blocks.{index}.w1.weight"] = torch.stack([expert.weight for expert in block.experts])
         expected |= {f"blocks.{index}.norm.{name}": value for name, value in block.norm.named_parameters()}
-    same(found, {name: value.to(dtype or torch.float64) for name, value in expected.items()})
-    found = dict(weight_source(model, dtype=torch.bfloat16, adapters="apart"))
+    same(exported, {name: value.to(dtype or torch.float64) for name, value in expected.items()})
+    exported = dict(weight_source(model, dtype=torch.bfloat16, adapters="apart"))
     plain = plain.to(torch.bfloat16)
-    same(found, {**dict(plain.named_parameters()), **dict(plain.named_buffers())})  # buffers too
+    same(exported, {**dict(plain.named_parameters()), **dict(plain.named_buffers())})  # buffers too
 
 
 @ranks(2)
 def test_what_is_joined_may_be_stacked(rank, world_size):
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential() for _ in range(2)))
-    for each in plain:
-        each.gate, each.up = nn.Linear(3, 4), nn.Linear(3, 4)
+    for layer in plain:
+        layer.gate, layer.up = nn.Linear(3, 4), nn.Linear(3, 4)
     model = fully_shard(copy.deepcopy(plain))
-    found = dict(weight_source(model, fuse={"w13": ("gate", "up"), "experts.w13": "*.w13"}))
-    pairs = [torch.cat([each.gate.weight, each.up.weight]) for each in plain]
-    assert [*found] == ["experts.w13.weight", "experts.w13.bias"]
-    assert torch.equal(found["experts.w13.weight"], torch.stack(pairs))
+    exported = dict(weight_source(model, fuse={"w13": ("gate", "up"), "experts.w13": "*.w13"}))
+    pairs = [torch.cat([layer.gate.weight, layer.up.weight]) for layer in plain]
+    assert [*exported] == ["experts.w13.weight", "experts.w13.bias"]
+    assert torch.equal(exported["experts.w13.weight"], torch.stack(pairs))
 
 
 @ranks(4)
@@ -158,17 +158,17 @@ def test_replicas_and_tensor_parallelism(rank, world_size):
         parallelize_module(block.attn.q_proj, mesh["tp"], ColwiseParallel())
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    found = dict(weight_source(model, fuse=QKV))
+    exported = dict(weight_source(model, fuse=QKV))
     parts = [plain.blocks[1].attn.q_proj, plain.blocks[1].attn.k_proj, plain.blocks[1].attn.v_proj]
-    assert torch.equal(found["blocks.1.attn.qkv_proj.weight"], torch.cat([part.weight for part in parts]))
+    assert torch.equal(exported["blocks.1.attn.qkv_proj.weight"], torch.cat([part.weight for part in parts]))
 
 
 @either_front
 @ranks(2)
 def test_memory_stays_within_the_budget(rank, world_size, front):
     net = nn.Sequential(*(nn.Sequential() for _ in range(6)))
-    for each in net:
-        each.a, each.b = nn.Linear(SIDE, SIDE, bias=False), nn.Linear(SIDE, SIDE, bias=False)
+    for layer in net:
+        layer.a, layer.b = nn.Linear(SIDE, SIDE, bias=False), nn.Linear(SIDE, SIDE, bias=False)
     own = {*net.children()}
     model = shard(front, net, lambda module, recurse, nonwrapped_numel: recurse or module in own)
     at_rest, most = live_bytes(), 0

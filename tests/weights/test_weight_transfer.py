@@ -30,13 +30,13 @@ from sent_weights import POLICY, net, step
 
 def follow(updates: Iterator[Update]) -> list[dict[str, torch.Tensor]]:
     state: dict[str, torch.Tensor] = {}
-    found = []
+    states = []
     for update in updates:
         if update.whole and not state:
-            state = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in update.metadata}
+            state = {meta.name: torch.empty(meta.shape, dtype=meta.dtype) for meta in update.metadata}
         update.apply(state)
-        found.append(copy.deepcopy(state))
-    return found
+        states.append(copy.deepcopy(state))
+    return states
 
 
 @each_front
@@ -51,9 +51,9 @@ def test_a_receiver_has_what_the_trainers_have(rank, world_size, front):
         changes = weight_changes(model)
         for _ in range(2):
             step(model)
-            found = changes.collect()
+            changed = changes.collect()
             if rank == 0:
-                folder.send_changes(found)
+                folder.send_changes(changed)
             expected.append(copy.deepcopy(full_state(model)))
         folder.send(weight_source(model, dtype=torch.float32))
         expected.append(copy.deepcopy(full_state(model)))
@@ -76,11 +76,11 @@ def test_what_is_not_wanted_is_passed_over(tmp_path):
         folder.send(weight_source(model))
     folder.send_changes(Changes())
     folder.close()
-    found = [
+    received = [
         (update.version, [name for (name, _), _ in zip(update, range(update.version))])
         for update in stored(tmp_path, timeout=NEVER)
     ]
-    assert found[-2:] == [(3, names[:3]), (4, [])]
+    assert received[-2:] == [(3, names[:3]), (4, [])]
 
 
 def test_an_update_that_does_not_fit_writes_nothing(tmp_path):
@@ -138,10 +138,10 @@ def test_a_full_disk_leaves_no_hole_and_nothing_on_the_disk(rank, world_size):
             folder.send(weight_source(model))
         assert rank or sorted(os.listdir(place)) == ["version-00000001"]
         step(model)
-        found = changes.collect()
+        changed = changes.collect()
         if rank == 0:
             with pytest.raises(RuntimeError, match="send all weights"):
-                folder.send_changes(found)
+                folder.send_changes(changed)
         folder.send(weight_source(model))
         with full_disk(), pytest.raises(RuntimeError, match="No space left") if not rank else nullcontext():
             step(model)
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_no_hole_and_nothing_on_the_disk(rank, world_size):
 
 @ranks(2)
 def test_what_the_first_rank_cannot_write_is_told_to_all(rank, world_size):
-    """Neither what a file does not take, nor a path that is none, leaves the other ranks standing."""
+    """Neither a value that no file holds nor a path that is no folder leaves the other ranks waiting."""
     model = nn.Linear(4, 2, dtype=torch.complex128)
     fully_shard(model)
     with tempfile.TemporaryDirectory() as place:

@@ -55,9 +55,9 @@ def answers(folder: Path) -> Any:
 @pytest.mark.slow
 def test_ways_to_accumulate(answers):
     rows = answers["accumulation"]["figures"][accumulation.CASE]
-    each, within, without = (rows[way] for way in accumulation.WAYS)
-    assert (each["all-reduces"], within["all-reduces"], without["all-reduces"]) == (32, 8, 8)
-    assert each["reduce-scatters"] == within["reduce-scatters"] == 4 * without["reduce-scatters"]
+    every_time, within, without = (rows[way] for way in accumulation.WAYS)
+    assert (every_time["all-reduces"], within["all-reduces"], without["all-reduces"]) == (32, 8, 8)
+    assert every_time["reduce-scatters"] == within["reduce-scatters"] == 4 * without["reduce-scatters"]
     assert within["waits, of all gradients"] == pytest.approx(0.5, abs=0.02)
     assert without["waits, of all gradients"] == pytest.approx(1.5, abs=0.02)
 
@@ -67,15 +67,15 @@ def test_no_more_collectives_than_torchs(answers):
     tables = answers["counts"]["figures"]
     assert set(tables) >= {"tensor parallelism", "experts", "pipeline"}
     for case, table in tables.items():
-        each = 2 if case == "float8" else 1  # what subclasses gather travels apart from all else
+        factor = 2 if case == "float8" else 1  # what subclasses gather travels apart from all else
         ours = [name for name in table if name in counts.THEIRS]
         assert len(table) == 2 * len(ours) > 0
         for name in ours:
             theirs = table[counts.THEIRS[name]]
             assert theirs["gathers"] and theirs["reduce-scatters"]
-            for column, found in table[name].items():
-                most = 1.01 * theirs[column] if column.endswith("KB") else each * theirs[column]
-                assert found <= most, (case, name, column)
+            for column, value in table[name].items():
+                most = 1.01 * theirs[column] if column.endswith("KB") else factor * theirs[column]
+                assert value <= most, (case, name, column)
 
 
 @pytest.mark.slow
@@ -108,8 +108,8 @@ def test_every_question_is_answered_and_shown(folder, answers):
 
 @pytest.mark.slow
 def test_names_that_are_none_are_refused():
-    found = python("-m", *"benchmarks.step --impl ddp,fdsp".split(), code=2)
-    assert "--impl: 'fdsp' unknown; there are ddp, " in found.err and not found.out
+    outcome = python("-m", *"benchmarks.step --impl ddp,fdsp".split(), code=2)
+    assert "--impl: 'fdsp' unknown; there are ddp, " in outcome.err and not outcome.out
 
 
 def test_questions_know_their_names():
@@ -134,11 +134,11 @@ def test_ratios_and_goals_are_judged_by_all_that_they_name():
 
 
 def test_goals_are_printed_by_a_command_and_stand_on_no_page():
-    found = python("-m", "benchmarks.goals", folder=ROOT).out.splitlines()
-    assert found[0].startswith("| goal |") and len(found) == len(GOALS) + 4
-    told = re.fullmatch(r"(\d+) of (\d+) goals are met, (\d+) were not measured", found[-1])
+    lines = python("-m", "benchmarks.goals", folder=ROOT).out.splitlines()
+    assert lines[0].startswith("| goal |") and len(lines) == len(GOALS) + 4
+    told = re.fullmatch(r"(\d+) of (\d+) goals are met, (\d+) were not measured", lines[-1])
     assert told and int(told[2]) + int(told[3]) == len(GOALS)
-    assert int(told[1]) == sum(line.endswith("| yes |") for line in found)
+    assert int(told[1]) == sum(line.endswith("| yes |") for line in lines)
     for page in ("README.md", "docs/index.md", "docs/performance.md"):
         assert not re.search(r"\bgoals?\b", (ROOT / page).read_text("utf-8")), page
 

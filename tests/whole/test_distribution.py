@@ -169,8 +169,8 @@ def test_type_checkers_read_what_is_installed(installed, built, tmp_path):
 
 def revealed(output: str, name: str) -> list[str]:
     """Returns the types that a checker reveals in a program, without the modules of their classes."""
-    found = re.findall(rf'\b{name}\.py:\d+.*(?:Revealed type is|Type of ".*" is) "(.*)"', output)
-    return [re.sub(r"\b(?:\w+\.)+(?=\w)", "", type_) for type_ in found]
+    types = re.findall(rf'\b{name}\.py:\d+.*(?:Revealed type is|Type of ".*" is) "(.*)"', output)
+    return [re.sub(r"\b(?:\w+\.)+(?=\w)", "", type_) for type_ in types]
 
 
 def test_the_program_for_type_checkers_runs(tmp_path):

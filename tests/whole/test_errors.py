@@ -53,8 +53,8 @@ def both(cls: type[nn.Module] = Net, **options: Any) -> Iterator[tuple[nn.Module
 
 def facts(tensor: torch.Tensor) -> list[Any]:
     values, grad = (
-        None if each is None or each.is_meta else each.flatten().tolist()
-        for each in (tensor.detach(), tensor.grad)
+        None if part is None or part.is_meta else part.flatten().tolist()
+        for part in (tensor.detach(), tensor.grad)
     )
     hooks, about = len(tensor._backward_hooks or ()), (tensor.dtype, tensor.device, tensor.shape)
     return [id(tensor), about, tensor.requires_grad, hooks, sorted(vars(tensor)), values, grad]
@@ -67,7 +67,7 @@ def fingerprint(module: nn.Module) -> list[Any]:
         for name, child in module.named_modules(remove_duplicate=False)
     ]
     named = (module.named_parameters, module.named_buffers)
-    return tree + [(name, facts(each)) for find in named for name, each in find(remove_duplicate=False)]
+    return tree + [(name, facts(tensor)) for find in named for name, tensor in find(remove_duplicate=False)]
 
 
 @contextmanager
@@ -265,7 +265,7 @@ def test_ranks_to_shard_over_stand_in_a_mesh_as_in_its_groups(rank, world_size):
 @ranks(4)
 def test_groups_to_replicate_over_hold_one_part(rank, world_size):
     halves, crossing = (
-        [dist.new_group(each) for each in lists] for lists in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
+        [dist.new_group(members) for members in lists] for lists in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
     )
     pair = halves[rank // 2], crossing[rank in (1, 2)]
     model = per_block(Net().double(), process_group=pair, sharding_strategy=HYBRID)
@@ -509,7 +509,7 @@ def test_pickling_says_what_to_do_instead(rank, world_size):
     words = ("wrapped module", "process group", "state_dict()", "copy.deepcopy")
     for plain, model in both():
         for target in (model, nn.Sequential(model)):
-            for save in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+            for save in (pickle.dumps, lambda saved: torch.save(saved, io.BytesIO())):
                 with refused(target, TypeError, *words):
                     save(target)
         assert_trains_like(plain, model)

@@ -91,13 +91,13 @@ def test_progress_in_a_file_is_ten_lines_of_text(text):
         f"{step}/20" for step in range(2, 21, 2)
     ]
     sampled = told.partition("sampled text:")[2]
-    assert "\\x" in sampled and all(each.isprintable() or each in "\n\t" for each in sampled)
+    assert "\\x" in sampled and all(character.isprintable() or character in "\n\t" for character in sampled)
 
 
 @pytest.mark.slow
 def test_muon_learns_more_in_the_same_steps(text, uninterrupted):
-    found = report_of(train_lm("--data", text, "--steps", STEPS, "--optimizer", "muon"))["val_loss"]
-    assert 0 < found < uninterrupted[0]
+    loss = report_of(train_lm("--data", text, "--steps", STEPS, "--optimizer", "muon"))["val_loss"]
+    assert 0 < loss < uninterrupted[0]
 
 
 @pytest.mark.slow
@@ -199,9 +199,9 @@ def test_wrong_flags_end_in_a_usage_error(tmp_path, capsys):
 
 
 def saved(folder: Path, pattern: str) -> list[int]:
-    """The steps of what there is of a run, whole or begun."""
-    found = [re.search(r"step_(\d+)", path.name) for path in folder.glob(pattern)]
-    return sorted(int(match[1]) for match in found if match)
+    """The steps of a run's checkpoints, complete or not."""
+    matches = [re.search(r"step_(\d+)", path.name) for path in folder.glob(pattern)]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def wait_for(victim: Host, folder: Path, pattern: str, after: int) -> int:
@@ -257,16 +257,16 @@ def test_a_step_has_the_same_windows_for_any_number_of_ranks(text):
     corpus = Corpus.load(text, 16)
     expected, _ = corpus.batch("step 3", 7, 16)
     for size in (1, 2, 3, 5, 9):
-        found, weights = [], 0.0
+        windows, weights = [], 0.0
         for rank in range(size):
             share = Share(rank, size, global_batch=7, batch=2)
             parts = [*share.windows(corpus, "step 3", 16)]
             assert len(parts) == share.forwards == math.ceil(math.ceil(7 / size) / 2)
             for (inputs, targets), count in parts:
                 assert 0 < len(inputs) <= 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
-                found.append(inputs[:count])
+                windows.append(inputs[:count])
                 weights += count * share.scale / size
-        assert torch.equal(torch.cat(found), expected), size
+        assert torch.equal(torch.cat(windows), expected), size
         assert weights == pytest.approx(1)
 
 
@@ -298,7 +298,7 @@ def test_a_run_goes_on_by_itself_at_the_ranks_that_are_left(text, tmp_path):
 
 
 def reached(folder: Path, step: int) -> int:
-    """Returns the newest step, when it is so high."""
+    """Returns the newest step once it is this high."""
     until(lambda: max(saved(folder, "step_*"), default=0) >= step)
     return max(saved(folder, "step_*"))
 

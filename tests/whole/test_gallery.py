@@ -31,7 +31,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def marked(name: str) -> Any:
-    absent = [each for each in NEEDS.get(name, ()) if importlib.util.find_spec(each) is None]
+    absent = [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
     marks = [] if name in QUICK else [pytest.mark.slow]
     return pytest.param(
         name, marks=[*marks, pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")]
@@ -57,10 +57,10 @@ def words_of(line: str) -> list[str]:
     return NUMBER.sub("#", line).split()
 
 
-def assert_alike(found: list[str], expected: list[str]) -> None:
+def assert_alike(lines: list[str], expected: list[str]) -> None:
     """Words and whole numbers are equal; what was measured differs a little between versions and hosts."""
-    assert [*map(words_of, found)] == [*map(words_of, expected)], "\n".join(found)
-    for line, wanted in zip(found, expected):
+    assert [*map(words_of, lines)] == [*map(words_of, expected)], "\n".join(lines)
+    for line, wanted in zip(lines, expected):
         for match, other in zip(NUMBER.finditer(wanted), NUMBER.finditer(line), strict=True):
             told, number, unit = match.group(), float(other.group()), wanted[match.end() :].split(" ")[:2]
             if unit == ["", "%"]:
@@ -74,7 +74,7 @@ def assert_alike(found: list[str], expected: list[str]) -> None:
 @pytest.mark.parametrize("name", [*map(marked, gallery.GALLERY)])
 def test_it_prints_what_it_says(name, tmp_path):
     example = gallery.Example.read(name)
-    for command in [each for each in example.commands if not re.fullmatch("pip [^&]*", each)]:
+    for command in [candidate for candidate in example.commands if not re.fullmatch("pip [^&]*", candidate)]:
         done = (run_warm if name in WARM else run)(command, tmp_path)
     printed = done.out.splitlines()
     if "beside what" in example.before:
@@ -95,9 +95,9 @@ def test_it_prints_what_it_says(name, tmp_path):
         shares = [
             [int(share) for share in re.findall(r"(\d+) %", line)] for line in printed if "passes" in line
         ]
-        assert len(shares) == 2 and all(share > 0 for each in shares for share in each)
+        assert len(shares) == 2 and all(share > 0 for of_run in shares for share in of_run)
     if name in ("chat", "diffusion"):
-        assert [each.name for each in tmp_path.iterdir()] == ["runs"], "that is what git ignores"
+        assert [path.name for path in tmp_path.iterdir()] == ["runs"], "that is what git ignores"
     if name == "resume_elsewhere":
         assert losses_of(printed) == pytest.approx(losses_of_an_uninterrupted_run(), abs=1e-4)
 
@@ -141,11 +141,11 @@ def test_the_notebook_shows_what_it_keeps(tmp_path):
     cells = [cell for cell in json.loads(gallery.NOTEBOOK.read_text("utf-8"))["cells"] if "outputs" in cell]
     (tmp_path / "cells.json").write_text(json.dumps(["".join(cell["source"]) for cell in cells]))
     program += "; print(json.dumps(run_cells(json.load(open('cells.json')))))"
-    found = json.loads(python("-c", program, folder=tmp_path).out)
-    assert len(found) == len(cells)
-    for outputs, cell in zip(found, cells):
-        kinds = [each["output_type"] for each in outputs]
-        assert kinds == [each["output_type"] for each in cell["outputs"]], cell["source"]
+    of_cells = json.loads(python("-c", program, folder=tmp_path).out)
+    assert len(of_cells) == len(cells)
+    for outputs, cell in zip(of_cells, cells):
+        kinds = [output["output_type"] for output in outputs]
+        assert kinds == [output["output_type"] for output in cell["outputs"]], cell["source"]
         for shown, kept in zip(outputs, cell["outputs"]):
             assert_alike(shown.get("text", []), kept.get("text", []))
 
@@ -165,9 +165,9 @@ def test_they_use_public_names():
     for name in gallery.GALLERY:
         text = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
         tree = [*ast.walk(ast.parse(text))]
-        modules = [each for each in tree if isinstance(each, ast.ImportFrom)]
-        named = [f"{each.module}.{alias.name}" for each in modules for alias in each.names]
-        attributes = [each.attr for each in tree if isinstance(each, ast.Attribute)]
+        modules = [node for node in tree if isinstance(node, ast.ImportFrom)]
+        named = [f"{node.module}.{alias.name}" for node in modules for alias in node.names]
+        attributes = [node.attr for node in tree if isinstance(node, ast.Attribute)]
         parts = [
             part for path in named if path.startswith(("fsdp_wrap", "torch")) for part in path.split(".")
         ]

@@ -193,7 +193,7 @@ def test_what_memory_held_before_is_taken_for_nothing(rank, world_size, front):
 
 
 def spoil(buffer: Any) -> None:
-    """Lets it be full of what is no number whenever it is allocated."""
+    """Fills a buffer with NaN whenever it is allocated."""
     allocate = buffer.allocate
 
     def allocate_spoiled() -> None:

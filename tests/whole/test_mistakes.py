@@ -24,11 +24,11 @@ from nets import WIDTH, Net
 def test_a_mistake_is_told(code):
     row = MISTAKES[code]
     by_rank = dict(enumerate(run_ranks(2, observe, code)))
-    told = {rank: each for rank, each in by_rank.items() if each is not None}
+    told = {rank: report for rank, report in by_rank.items() if report is not None}
     assert told and (not row.ranks or tuple(told) == row.ranks), by_rank
-    for each in told.values():
-        assert row.kind in each.kinds, each
-        assert re.search(row.says, each.line), each
+    for report in told.values():
+        assert row.kind in report.kinds, report
+        assert re.search(row.says, report.line), report
 
 
 class Accumulating(nn.Linear):

@@ -50,7 +50,7 @@ def test_hybrid_with_other_options(rank, world_size, scenario):
 @pytest.mark.parametrize("part", range(5))
 @ranks(2, timeout=600)
 def test_random_walk(rank, world_size, part, space):
-    """By other scenarios for each commit."""
+    """Each commit draws other scenarios."""
     generator = random.Random(f"{sampling.draw()} {part}")
     for _ in range(30):
         check(draw(space, generator), rank, world_size)

@@ -47,7 +47,7 @@ OPTIONS = [
     *itertools.product(("flat", "orig"), ("block",), (None, "BACKWARD_PRE", "BACKWARD_POST"), (FULL, KEPT)),
     *(("flat", "block", None, NO_SHARD), ("orig", "block", "BACKWARD_PRE", NO_SHARD)),
     *(("composable", "block", "default", FULL), ("composable", "block", "default", KEPT)),
-    *((*each, "default", FULL) for each in WRAPPED),
+    *((*wrapping, "default", FULL) for wrapping in WRAPPED),
 ]
 
 
@@ -64,7 +64,7 @@ def train_with_accumulation(module: Any, optimizer: torch.optim.Optimizer, rank:
 
 
 def assert_trains_like_ddp(model: nn.Module, ddp: DDP, rank: int, steps: int) -> None:
-    ours, theirs = (train(each, adamw(each), rank, range(steps)) for each in (model, ddp))
+    ours, theirs = (train(net, adamw(net), rank, range(steps)) for net in (model, ddp))
     assert ours == theirs
     assert_same_values(model, ddp)
     assert_same_grads(model, ddp)
@@ -76,8 +76,8 @@ def test_float64_training_equals_ddp(rank, world_size, front, wrapping):
     policy = WRAPPINGS[wrapping]()
     plain, wrapped = twins(front, Transformer, torch.float64, auto_wrap_policy=policy)
     ddp = DDP(plain)
-    for each in (ddp, wrapped):
-        train(each, torch.optim.AdamW(each.parameters(), lr=1e-2), rank, range(STEPS))
+    for net in (ddp, wrapped):
+        train(net, torch.optim.AdamW(net.parameters(), lr=1e-2), rank, range(STEPS))
     state, grads = full_state(wrapped), full_grads(wrapped)
     for name, param in named_state(ddp):
         if name.endswith("attention.in_proj_bias"):
@@ -118,7 +118,7 @@ def hybrid_arguments(form: str) -> dict[str, Any]:
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         return {}
     members = ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    shards, copies = ([dist.new_group(each) for each in lists] for lists in members)
+    shards, copies = ([dist.new_group(ranks) for ranks in lists] for lists in members)
     return {"process_group": (shards[dist.get_rank() // 2], copies[dist.get_rank() % 2])}
 
 
@@ -135,14 +135,14 @@ def hybrid_arguments(form: str) -> dict[str, Any]:
 def test_hybrid_equals_ddp(rank, world_size, use_orig_params, strategy, form):
     plain, model = transformer_twins(use_orig_params, strategy, **hybrid_arguments(form))
     ddp = DDP(plain)
-    for each in (ddp, model):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
-        train_with_accumulation(each, optimizer, rank)
+    for net in (ddp, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        train_with_accumulation(net, optimizer, rank)
     norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
     torch.testing.assert_close(model.clip_grad_norm_(0.01), norm, rtol=1e-10, atol=1e-12)
     assert_same_values(model, ddp, rtol=0, atol=1e-10)
     assert_same_grads(model, ddp, rtol=0, atol=1e-10)
-    local, whole = (sum(param.numel() for param in each.parameters()) for each in (model, plain))
+    local, whole = (sum(param.numel() for param in net.parameters()) for net in (model, plain))
     assert abs(local - whole / 2) <= 200  # one half each, but for alignment
 
 
@@ -186,8 +186,8 @@ def assert_trains_like_plain(plain: nn.Module, model: nn.Module, rank: int, arou
     train_by(around or model, batches[:, rank : rank + 1], optimizer)
     train_by(plain, batches, torch.optim.AdamW(plain.parameters(), lr=0.1))
     with torch.no_grad():
-        expected, found = plain(batches[0, 0]), model(batches[0, 0])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        expected, output = plain(batches[0, 0]), model(batches[0, 0])
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 def replicated_by(way: str, module: nn.Module) -> None:
@@ -232,6 +232,6 @@ def test_channels_last(rank, world_size, front):
     images = torch.randn(3, RANKS, 2, 4, 5, 5, dtype=torch.double)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     mine = images[:, rank : rank + 1].to(copy=True)
-    train_by(lambda each: model(each.to(memory_format=torch.channels_last)), mine, optimizer)
+    train_by(lambda batch: model(batch.to(memory_format=torch.channels_last)), mine, optimizer)
     train_by(plain, images, torch.optim.AdamW(plain.parameters(), lr=0.1))
     assert_tensors(plain.state_dict(), full_state(model), rtol=1e-12, atol=1e-12)

@@ -69,7 +69,7 @@ def test_groups_train_as_one_and_a_group_that_was_away_heals(rank, world_size, f
     assert_close(full_state(model), plain.state_dict())
     states = gather_objects(manager.states["fsdp_wrap"][1]())
     assert_equal(states[rank]["model"], states[(rank + SHARDS) % world_size]["model"])
-    one, two = (states[each]["optim"]["state"] for each in (rank, (rank + SHARDS) % world_size))
+    one, two = (states[source]["optim"]["state"] for source in (rank, (rank + SHARDS) % world_size))
     assert one and one.keys() == two.keys()
     for number, entry in one.items():
         assert all(torch.equal(value, two[number][key]) for key, value in entry.items())
@@ -87,9 +87,9 @@ def test_a_parameter_counts_as_used_if_any_group_has_used_it(rank, world_size, f
     for _ in range(2):
         model(rank).backward()
         (sum(map(plain, range(world_size))) / world_size).backward()
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+        for stepped in (optimizer, theirs):
+            stepped.step()
+            stepped.zero_grad()
     assert_close(full_state(model), plain.state_dict())
 
 
@@ -171,7 +171,7 @@ class Plain:
 
     def __init__(self) -> None:
         self.groups = [net() for _ in range(2)]
-        self._optimizers = [adamw(each) for each in self.groups]
+        self._optimizers = [adamw(group) for group in self.groups]
 
     def means(self) -> Iterator[dict[str, torch.Tensor]]:
         for start in (0, 2):

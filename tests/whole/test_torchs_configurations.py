@@ -83,7 +83,7 @@ def test_ours_and_torchs_are_equal_where_their_fields_are(name, given, others, a
 
 
 def of_our_class(name: str, state: str) -> bytes:
-    """A pickle as earlier versions of this package, with classes of its own, made it of a configuration."""
+    """A configuration's pickle as earlier versions of this package wrote it, with classes of their own."""
     made = f"ccopy_reg\n_reconstructor\n(cfsdp_wrap.api\n{name}\nc__builtin__\nobject\nNtR(d{state}b."
     return made.encode()
 
@@ -184,10 +184,10 @@ def test_a_program_for_fully_shard_changes_one_import(rank, world_size):
         (fully_shard, torch_fsdp.fully_shard, (FSDPModule, torch_fsdp.FSDPModule)),
         (replicate, replicating.replicate, (ReplicateModule, replicating.ReplicateModule)),
     ):
-        found, expected = (
+        results, expected = (
             composable_program(shard, kind, rank) for shard, kind in zip((ours, theirs), kinds, strict=True)
         )
-        assert_tensors(found, expected, rtol=1e-5, atol=1e-6)
+        assert_tensors(results, expected, rtol=1e-5, atol=1e-6)
 
 
 # what torch's tell
@@ -211,7 +211,7 @@ class Told(torch_fsdp.CPUOffloadPolicy):
 
 def test_torchs_policies_offload_as_ours():
     """On a simulated accelerator, since on a CPU nothing is elsewhere."""
-    found: list[list[bool]] = []
+    rows: list[list[bool]] = []
 
     def program(rank: int, device: Any) -> None:
         for library in (fsdp_wrap, torch_fsdp):
@@ -224,10 +224,10 @@ def test_torchs_policies_offload_as_ours():
                 composed = [
                     shard(Net(), offload_policy=policy) for shard in COMPOSABLE for policy in policies
                 ]
-                found.append([offloads, *(offloaded(model) for model in (wrapped, *composed))])
+                rows.append([offloads, *(offloaded(model) for model in (wrapped, *composed))])
 
     run_simulated(2, program)
-    assert len(found) == 8 and all(told == 5 * [offloads] for offloads, *told in found)
+    assert len(rows) == 8 and all(told == 5 * [offloads] for offloads, *told in rows)
 
 
 @ranks(2)

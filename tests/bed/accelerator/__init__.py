@@ -45,7 +45,7 @@ def run_simulated(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Computes in one thread, and then as before: on that the bits of later tests depend."""
+    """Computes in one thread, then in as many as before: the bits of later tests depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -66,7 +66,7 @@ def _steps_by_rank() -> Iterator[None]:
         return getattr(taken, "steps", 0)
 
     assert over_replicas.filled is not None or not find_spec("fsdp_wrap._state_over_replicas")
-    users = [each for name, each in sys.modules.items() if name.startswith("fsdp_wrap.")]
+    users = [module for name, module in sys.modules.items() if name.startswith("fsdp_wrap.")]
     counting = register_optimizer_step_post_hook(note)
     with ExitStack() as patches:
         for user in users:

@@ -35,7 +35,7 @@ class Meeting:
             mine = self._round
             if len(self._data) == self._size:
                 with _disable_current_modes(), _nobody_looks():
-                    work.work([self._data[each] for each in range(self._size)])
+                    work.work([self._data[other] for other in range(self._size)])
                 self._data = {}  # nobody's memory outlives this by us
                 self._round += 1
                 self._changed.notify_all()
@@ -58,7 +58,7 @@ class _Arrivals:
 
     def come(self, rank: int, data: Any) -> None:
         with self._lock:
-            self._sizes[rank] = tuple(each.numel() for each in tree_leaves(data))
+            self._sizes[rank] = tuple(tensor.numel() for tensor in tree_leaves(data))
             self.done = len(self._sizes) == self._size and len({*self._sizes.values()}) == 1
 
 

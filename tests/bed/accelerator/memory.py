@@ -44,7 +44,7 @@ class Block:
 
     @property
     def held(self) -> int:
-        """Bytes that it takes of the allocator's."""
+        """Bytes that it takes from the allocator."""
         return -(-self.nbytes // _GRANULE) * _GRANULE
 
     @property
@@ -131,15 +131,15 @@ def _apart(start: int, size: int, lengths: tuple[int, ...], strides: tuple[int, 
 
 def conflicts(action: Action) -> list[str]:
     """Returns the conflicts of an action with earlier ones, and remembers its accesses."""
-    found = []
+    objections = []
     for writes, regions in ((False, action.reads), (True, action.writes)):
         for region in filter(lambda region: region.intervals, regions):
-            found += _conflicts(action, region, writes)
-    return found
+            objections += _conflicts(action, region, writes)
+    return objections
 
 
 def _conflicts(action: Action, region: Region, writes: bool) -> list[str]:
-    block, kept, found = region.block, [], []
+    block, kept, objections = region.block, [], []
     if block.freed is not None and block.freed is not action:
         return [f"{action} uses block {block.number}, which was freed by {block.freed}"]
     for access in block.accesses:
@@ -149,9 +149,9 @@ def _conflicts(action: Action, region: Region, writes: bool) -> list[str]:
             verb, did = "writes" if writes else "reads", "wrote" if access.writes else "read"
             size = f"{sum(stop - start for start, stop in region.intervals)} bytes"
             what = f"{action} {verb} {size} of a block of {block.nbytes} that {before} {did}"
-            found.append(f"{what}: no event orders them")
+            objections.append(f"{what}: no event orders them")
         if not (follows and (writes or not access.writes) and region.covers(access.intervals)):
             kept.append(access)
     kept.append(Access(action, region.intervals, writes))
     block.accesses = kept
-    return found
+    return objections

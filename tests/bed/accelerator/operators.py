@@ -56,7 +56,7 @@ class Call:
             if isinstance(value, torch.Tensor):
                 tensors = [value]
             elif isinstance(value, (list, tuple)):
-                tensors = [each for each in value if isinstance(each, torch.Tensor)]
+                tensors = [item for item in value if isinstance(item, torch.Tensor)]
             else:
                 continue  # a number may stand for a tensor
             self.given += tensors
@@ -69,7 +69,7 @@ class Call:
         """Whether the host needs numbers of a tensor to go on."""
         if not self.read:
             return False
-        numbers = (isinstance(each, (bool, int, float, complex)) for each in leaves(result))
+        numbers = (isinstance(leaf, (bool, int, float, complex)) for leaf in leaves(result))
         return not _SHAPED_BY_DATA.isdisjoint(self.operator.tags) or any(numbers)
 
 

@@ -84,24 +84,24 @@ class Recording:
     def add_call(
         self, action: Action, call: Call, arguments: Any, result: Any, fresh: list[torch.Tensor]
     ) -> None:
-        """Adds an operator; what is random has the outcome that it had."""
+        """Adds an operator; a random one repeats its former result."""
         if call.leaves_undefined:
             return
         if call.random:
-            known = [(self.view(each), each.clone()) for each in (*fresh, *call.written)]
+            known = [(self.view(tensor), tensor.clone()) for tensor in (*fresh, *call.written)]
             self.add(action, lambda memory: [memory.tensor(view).copy_(values) for view, values in known])
             return
-        operator, ids, returned = call.operator, {id(each) for each in fresh}, leaves(result)
-        targets = [self.view(each) if id(each) in ids else None for each in returned]
-        seen = [None if isinstance(each, torch.Tensor) else each for each in returned]
+        operator, ids, returned = call.operator, {id(tensor) for tensor in fresh}, leaves(result)
+        targets = [self.view(leaf) if id(leaf) in ids else None for leaf in returned]
+        seen = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in returned]
 
         def again(memory: Memory) -> None:
             args, kwargs = memory.tensors(arguments)
-            for target, known, found in zip(targets, seen, leaves(operator(*args, **kwargs))):
+            for target, known, value in zip(targets, seen, leaves(operator(*args, **kwargs))):
                 if target is not None:
-                    memory.tensor(target).copy_(found)
-                elif known is not None and known != found and known == known:
-                    raise Different(f"the host got {found} of {action}, not {known}")
+                    memory.tensor(target).copy_(value)
+                elif known is not None and known != value and known == known:
+                    raise Different(f"the host got {value} of {action}, not {known}")
 
         self.add(action, again)
 
@@ -116,11 +116,11 @@ class Recording:
         self.add(action, again)
 
     def add_free(self, action: Action, block: Block) -> None:
-        """Adds that memory goes."""
+        """Adds that memory is freed."""
         self.add(action, lambda memory: memory.poison(block))
 
     def end(self, left: list[tuple[Block, torch.UntypedStorage]]) -> None:
-        """Notes what is there in the end, where anything was written."""
+        """Notes the final bytes of all memory that was written."""
         written: dict[Block, set[tuple[int, int]]] = defaultdict(set)
         for queue in self.queues.values():
             for action in queue:
@@ -134,19 +134,19 @@ class Recording:
                 self._last.append((block, bytes_of(storage).clone(), touched))
 
     def do(self, action: Action, memory: Memory) -> None:
-        """Does an action again that is no part of a collective."""
+        """Repeats an action that is not part of a collective."""
         again = self._again.get(action)
         if again is not None:
             again(memory)
 
     def compare(self, memory: Memory) -> None:
-        """Compares what is there in the end, where anything was written; raises `Different`."""
+        """Compares the final bytes of all memory that was written; raises `Different`."""
         for block, expected, touched in self._last:
             wrong = (memory.bytes(block) != expected) & touched
             if wrong.any():
                 byte = int(wrong.nonzero()[0])
                 actions = (action for queue in self.queues.values() for action in queue)
-                writers = [each for each in actions if any(one.block is block for one in each.writes)]
+                writers = [action for action in actions if any(one.block is block for one in action.writes)]
                 raise Different(
                     f"byte {byte} of {block.nbytes} has another value in the end; written by "
                     + ", then ".join(map(str, writers[-3:]))
@@ -214,12 +214,12 @@ class _Queue:
 def _needs(name: str, actions: Sequence[Action]) -> list[Sequence[tuple[str, int]]]:
     """Returns the new dependencies of each action of a queue on other queues, as `(queue, tick)`."""
     before: Clock = {}
-    found: list[Sequence[tuple[str, int]]] = []
+    waits: list[Sequence[tuple[str, int]]] = []
     for action in actions:
         clock = action.clock
-        found.append([(q, n) for q, n in clock.items() if q != name and n > before.get(q, 0)])
+        waits.append([(q, n) for q, n in clock.items() if q != name and n > before.get(q, 0)])
         before = clock
-    return found
+    return waits
 
 
 _Turns = Callable[[], Iterable[_Queue]]
@@ -262,12 +262,12 @@ class _Run:
         if len(arrived) < part.size:
             return 0  # it goes on when the others have come
         by_rank: dict[int, Any] = {}
-        for each in arrived:
-            theirs = self._recordings[each.rank].parts[each.next]
-            by_rank[theirs.rank] = self._memories[each.rank].tensors(theirs.data)
-            each.done += 1
-            each.in_meeting = False
-        part.work.work([by_rank[each] for each in sorted(by_rank)])
+        for other in arrived:
+            theirs = self._recordings[other.rank].parts[other.next]
+            by_rank[theirs.rank] = self._memories[other.rank].tensors(theirs.data)
+            other.done += 1
+            other.in_meeting = False
+        part.work.work([by_rank[rank] for rank in sorted(by_rank)])
         return len(arrived)
 
 
@@ -276,12 +276,12 @@ _KINDS = (View, torch.Tensor, list, tuple, dict)
 
 
 def _replaced(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Returns arguments with something else in the place of all of a kind."""
+    """Returns arguments in which everything of a kind is replaced."""
     if isinstance(tree, (list, tuple)):
-        found = [_replaced(each, kind, change) if isinstance(each, _KINDS) else each for each in tree]
-        return type(tree)(found)
+        items = [_replaced(item, kind, change) if isinstance(item, _KINDS) else item for item in tree]
+        return type(tree)(items)
     if isinstance(tree, dict):
-        return {name: _replaced(each, kind, change) for name, each in tree.items()}
+        return {name: _replaced(item, kind, change) for name, item in tree.items()}
     return change(tree) if isinstance(tree, kind) else tree
 
 
@@ -297,18 +297,18 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def replay(recordings: Sequence[Recording], seeds: int) -> None:
-    """Does everything again: all but the computation as late as can be, then as early, then by chance.
+    """Repeats everything: all but the computation as late as possible, then as early, then at random.
 
     It raises `Different` if another order leads to other numbers.
     """
     told = [
         (rank, name, actions, _needs(name, actions))
-        for rank, each in enumerate(recordings)
-        for name, actions in each.queues.items()
+        for rank, recording in enumerate(recordings)
+        for name, actions in recording.queues.items()
     ]
 
     def run(turns_of: Callable[[list[_Queue]], _Turns]) -> None:
-        queues = [_Queue(*each) for each in told]
+        queues = [_Queue(*row) for row in told]
         _Run(recordings, queues, turns_of(queues)).run()
 
     with torch.no_grad():

@@ -111,8 +111,8 @@ class Simulation(Accelerator):
     @classmethod
     def here(cls) -> Simulation | None:
         """Returns the simulation of the calling thread, if it is in use."""
-        found: Simulation | None = getattr(cls._of_thread, "simulation", None)
-        return found
+        simulation: Simulation | None = getattr(cls._of_thread, "simulation", None)
+        return simulation
 
     @contextmanager
     def use(self) -> Iterator[Simulation]:
@@ -126,12 +126,14 @@ class Simulation(Accelerator):
             self._active = False
             self._of_thread.simulation = None
             if self.recording is not None:
-                storages = [(self._blocks[number], found()) for number, found in self._storages.items()]
-                self.recording.end([(block, each) for block, each in storages if each is not None])
+                storages = [
+                    (self._blocks[number], reference()) for number, reference in self._storages.items()
+                ]
+                self.recording.end([(block, storage) for block, storage in storages if storage is not None])
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Lets what only looks, and what has nothing to do with the device, go unnoticed."""
+        """Ignores what only looks, and what has nothing to do with the device."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -151,13 +153,13 @@ class Simulation(Accelerator):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that the allocators of all streams have given away now."""
+        """Bytes that the allocators of all streams have given out."""
         return sum(self._live.values())
 
     # what the package asks for
 
     def stream(self, name: str) -> Stream:
-        """Returns one of this name."""
+        """Returns the stream of this name."""
         if name not in self._streams:
             self._streams[name] = Stream(name, self._current, self.host_waits_for)
         return self._streams[name]
@@ -191,7 +193,7 @@ class Simulation(Accelerator):
         return self.fetched(tensor) if self._block(other).on_host else tensor
 
     def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in host memory, for which the host waits, of what is on the device."""
+        """Copies a device tensor to host memory; the host waits for it."""
         if self._block(tensor).on_host:
             return tensor
         copied = self.empty_on_host(tensor.numel(), tensor.dtype, pin=False)
@@ -255,7 +257,7 @@ class Simulation(Accelerator):
 
     def note_call(self, call: Call, args: Any, kwargs: Any) -> Any:
         """Runs an operator, and notes it."""
-        given = [self._block(each) for each in call.given]
+        given = [self._block(tensor) for tensor in call.given]
         arguments = None if self.recording is None else self.recording.describe((args, kwargs))
         result = call.operator(*args, **kwargs)
         fresh = self._fresh(call, result)
@@ -263,12 +265,12 @@ class Simulation(Accelerator):
         if not (fresh or call.written or tells):
             return result
         on_host = bool(given) and all(block.on_host for block in given)
-        for each in fresh:
-            self._new_block(each.untyped_storage(), HOST if on_host else self._current[-1].name)
+        for tensor in fresh:
+            self._new_block(tensor.untyped_storage(), HOST if on_host else self._current[-1].name)
             if call.leaves_undefined:
-                poison(each.untyped_storage())
+                poison(tensor.untyped_storage())
         if call.name in ("aten::copy_", "aten::_foreach_copy_") and not on_host:
-            on_host = all(self._block(each).on_host for each in call.written + call.read)
+            on_host = all(self._block(tensor).on_host for tensor in call.written + call.read)
         action = self.act(call.name, call.read, [*call.written, *fresh], HOST if on_host else None)
         if self.recording is not None and arguments is not None:
             self.recording.add_call(action, call, arguments, result, fresh)
@@ -278,14 +280,14 @@ class Simulation(Accelerator):
     @staticmethod
     def _fresh(call: Call, result: Any) -> list[torch.Tensor]:
         """Returns the tensors in an operator's result that have memory of their own."""
-        known = {each.untyped_storage()._cdata for each in call.given}
-        found = []
-        for each in leaves(result):
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
+        known = {tensor.untyped_storage()._cdata for tensor in call.given}
+        fresh = []
+        for leaf in leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
                 if storage._cdata not in known and storage.device.type == "cpu":  # not a fake one
-                    found.append(each)
-        return found
+                    fresh.append(leaf)
+        return fresh
 
     def _note_host(self, call: Call, args: Any, kwargs: Any, tells: bool) -> None:
         """Notes where the host waits for an operator on the device."""
@@ -293,15 +295,17 @@ class Simulation(Accelerator):
         if tells:
             self.host_waits_for(stream.clock, call.name)
             return
-        of_host = [self._block(each) for each in call.given if each.dim() and self._block(each).on_host]
-        if not of_host or all(self._block(each).on_host for each in call.given):
+        of_host = [
+            self._block(tensor) for tensor in call.given if tensor.dim() and self._block(tensor).on_host
+        ]
+        if not of_host or all(self._block(tensor).on_host for tensor in call.given):
             return
         if "copy" not in call.name:
             self.faults.append(f"{call.name} ({self._where()}) mixes memory of the host and of the device")
         later = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        casts = len({each.dtype for each in call.given}) > 1  # by memory of the host that is not pinned
+        casts = len({tensor.dtype for tensor in call.given}) > 1  # by memory of the host that is not pinned
         if not later or casts or not all(block.pinned for block in of_host):
-            way = "to" if any(self._block(each).on_host for each in call.written) else "from"
+            way = "to" if any(self._block(tensor).on_host for tensor in call.written) else "from"
             self.host_waits_for(stream.clock, f"{call.name} {way} the host")
 
     def collective(self, what: str, part: Part, reads: Any, writes: Any) -> Event:
@@ -399,12 +403,12 @@ class Simulation(Accelerator):
         unit = phase = None
         while frame is not None and (unit is None or phase is None):
             for name in _telling(frame.f_code):
-                found = frame.f_locals.get(name)
-                found = getattr(found, "unit", found) if name == "use" else found
-                if isinstance(found, Unit):
-                    unit = unit or found
-                elif isinstance(found, Phase):
-                    phase = phase or found
+                local = frame.f_locals.get(name)
+                local = getattr(local, "unit", local) if name == "use" else local
+                if isinstance(local, Unit):
+                    unit = unit or local
+                elif isinstance(local, Phase):
+                    phase = phase or local
             frame = frame.f_back
         if unit is not None:
             with suppress(AssertionError):  # its module is gone
@@ -417,7 +421,7 @@ class Simulation(Accelerator):
 def _telling(code: Any) -> Sequence[str]:
     """Returns the variables of some code that may tell a unit or a phase."""
     names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
-    return [each for each in _TELLING if each in names] if _OURS in code.co_filename else []
+    return [name for name in _TELLING if name in names] if _OURS in code.co_filename else []
 
 
 class _Operators(TorchDispatchMode):
@@ -433,14 +437,14 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._simulation.is_aside or any(issubclass(each, FakeTensor) for each in types):
+        if self._simulation.is_aside or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         if not all(map(_is_plain, types)):
             return NotImplemented  # which calls operators on plain tensors
         if func.is_view:
             return func(*args, **kwargs)
         call = Call(func, args, kwargs)
-        if not all(each.is_cpu for each in call.given):
+        if not all(tensor.is_cpu for tensor in call.given):
             return func(*args, **kwargs)
         return self._simulation.note_call(call, args, kwargs)
 

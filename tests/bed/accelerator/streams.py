@@ -62,7 +62,7 @@ class Stream:
 
     def follow(self, *collectives: Arrivals) -> None:
         """Lets what follows complete only after some collectives, whose ranks the host has not waited for."""
-        self.behind = [each for each in dict.fromkeys([*self.behind, *collectives]) if not each.done]
+        self.behind = [work for work in dict.fromkeys([*self.behind, *collectives]) if not work.done]
 
     def record_event(self) -> Event:
         event = Event(dict(self.clock), self._current, self._host_waits)
@@ -85,7 +85,7 @@ class Event:
         return 1000 * (end.at - self.at)
 
     def query(self) -> bool:
-        return all(each.done for each in self.behind)
+        return all(work.done for work in self.behind)
 
     def wait(self) -> None:
         self._current[-1].wait_event(self)

@@ -66,11 +66,11 @@ def test_all_collectives(rank, world_size):
     summed = [dtype for dtype in DTYPES if not dtype.is_complex]
     check_gathers_and_sums(communicator, summed, in_order=True)
     for dtype in summed:
-        every = [values(77, dtype, each) for each in range(world_size)]
-        found, most = every[rank].clone(), torch.stack([each.double() for each in every]).amax(0)
+        every = [values(77, dtype, other) for other in range(world_size)]
+        reduced, most = every[rank].clone(), torch.stack([value.double() for value in every]).amax(0)
         if dtype.itemsize > 1 or not dtype.is_floating_point:
-            communicator.all_reduce([found], dist.ReduceOp.MAX).wait()
-            assert torch.equal(found.double(), most), dtype
+            communicator.all_reduce([reduced], dist.ReduceOp.MAX).wait()
+            assert torch.equal(reduced.double(), most), dtype
     with mock.patch.object(dist, "all_to_all_single", forbidden):
         check_others(communicator)
 
@@ -85,17 +85,17 @@ def test_waits_in_any_order_and_never(rank, world_size):
         full = [torch.empty(2 * numel) for _ in range(200)]
         shards = [torch.empty(numel) for _ in full]
         pending = []
-        for number, (each, shard) in enumerate(zip(full, shards)):
-            part, grads = own(each), torch.full((2 * numel,), float(number))
-            gathered = communicator.all_gather([each], partial(part.fill_, number + rank))
+        for number, (whole, shard) in enumerate(zip(full, shards)):
+            part, grads = own(whole), torch.full((2 * numel,), float(number))
+            gathered = communicator.all_gather([whole], partial(part.fill_, number + rank))
             pending += [gathered, communicator.reduce_scatter([shard], [grads])]
         order = range(len(pending)) if rank else reversed(range(len(pending)))
         for index in order:
             if index % 40 != 6:  # a few are given up
                 pending[index].wait()
-        for number, (each, shard) in enumerate(zip(full, shards)):
+        for number, (whole, shard) in enumerate(zip(full, shards)):
             if 2 * number % 40 != 6:
-                assert each[0] == number and each[-1] == number + 1
+                assert whole[0] == number and whole[-1] == number + 1
             assert (shard == 2 * number).all()
         del pending
         gc.collect()
@@ -119,8 +119,8 @@ def test_who_is_far_ahead_waits_and_who_never_waited_is_told(rank, world_size):
             time.sleep(0.01)
         time.sleep(0.2)  # the other one has come as far, and finds no room
         assert posted[0] == first
-    for each in pending:
-        each.wait()
+    for work in pending:
+        work.wait()
     for number in numbers[first:]:
         communicator.all_reduce([number]).wait()
     assert [int(number) for number in numbers] == [2 * index + 1 for index in range(len(numbers))]
@@ -202,7 +202,7 @@ def test_hybrid_groups_and_sums_in_order_of_ranks(rank, world_size):
 
 @contextlib.contextmanager
 def refused_on_the_second(rank: int, patched: object, name: str) -> Iterator[list[str]]:
-    """There something of the host's fails; gives what is warned of shared memory."""
+    """Lets a call of the host fail on the second rank; yields the warnings about shared memory."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as told:
         if rank == 1:
             stack.enter_context(mock.patch.dict(_shared_memory._own, clear=True))
@@ -210,7 +210,7 @@ def refused_on_the_second(rank: int, patched: object, name: str) -> Iterator[lis
         warnings.simplefilter("always")
         texts: list[str] = []
         yield texts
-    texts += [str(each.message) for each in told if "share memory" in str(each.message)]
+    texts += [str(warning.message) for warning in told if "share memory" in str(warning.message)]
 
 
 @ranks(2)
@@ -227,10 +227,10 @@ def test_where_one_rank_may_not_share_memory_one_warns_and_gloo_is_used(rank, wo
         by_gloo = trained(wrapped(process_group=group))
     assert "shared memory" not in repr(model)
     assert len(texts) == (1 if rank == 0 else 0)
-    assert all("rank 1: OSError: no such call" in each for each in texts)
+    assert all("rank 1: OSError: no such call" in text for text in texts)
     assert type(_automatic._chosen[group]) is ExchangeCommunicator
-    for found in (losses, by_gloo):
-        assert torch.equal(torch.stack(found), torch.stack(trained(DistributedDataParallel)))
+    for ours in (losses, by_gloo):
+        assert torch.equal(torch.stack(ours), torch.stack(trained(DistributedDataParallel)))
 
 
 @lends
@@ -429,7 +429,7 @@ def test_a_fork_neither_takes_part_nor_disturbs_its_parent(rank, world_size):
 
 
 def number_lent() -> int:
-    """Pieces that peers compute with."""
+    """Returns how many pieces peers compute with."""
     posted = [is_read for of_piece in own_memory()._posted.values() for is_read in of_piece]
     return sum(isinstance(getattr(is_read, "__self__", None), Lent) and not is_read() for is_read in posted)
 
@@ -516,7 +516,7 @@ def traces() -> int:
 
 
 def test_what_lies_in_memory_stays_there_when_it_grows():
-    """In this process as in another one, which finds what is new when it looks there."""
+    """Both in this process and in a peer, which finds new memory when it looks there."""
     memory = SharedMemory()
     peer = PeerMemory(os.getpid(), memory.door, memory.word)
     sizes = [5000, 20 << 20, 10 << 20, 3000, 40 << 20, 1 << 20, 90 << 20]
@@ -536,7 +536,7 @@ def test_what_lies_in_memory_stays_there_when_it_grows():
 
 
 def address_space() -> int:
-    """Bytes that maps of this library's memory take."""
+    """Bytes of address space that this library's maps take."""
     taken = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:fsdp_wrap" in line:
@@ -554,7 +554,7 @@ def take_as_needed(rank, world_size):
         model = FSDP(large, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model(torch.ones(1, 2000)).sum().backward()
     grown = address_space()
-    found = []
+    measured = []
     for count in (1, 1, 8, *[1] * 30):
         groups = [dist.new_group() for _ in range(count)]
         before = traces()
@@ -570,8 +570,8 @@ def take_as_needed(rank, world_size):
         gc.collect()
         dist.barrier()  # all have left it
         own_memory()._collect()
-        found.append((address_space(), traces(), live_bytes()))
-    return small, grown, found
+        measured.append((address_space(), traces(), live_bytes()))
+    return small, grown, measured
 
 
 def train_with_limit(rank, world_size, spare):
@@ -582,7 +582,7 @@ def train_with_limit(rank, world_size, spare):
         warnings.simplefilter("always")
         losses = trained(wrapped())
     torch.empty(memory // 2, dtype=torch.uint8)
-    texts = [str(each.message) for each in told if "share memory" in str(each.message)]
+    texts = [str(warning.message) for warning in told if "share memory" in str(warning.message)]
     return [loss.item() for loss in losses], texts
 
 
@@ -610,18 +610,18 @@ def lack_address_space(rank, world_size):
 @lends
 def test_address_space_is_taken_as_it_is_needed():
     for end in run_forks(take_as_needed, [()], world_size=2)[0]:
-        small, grown, found = end.value
+        small, grown, measured = end.value
         assert small <= 4 * _shared_memory._LEAST  # each rank's file, and privately what the first one lends
         assert small + (16 << 20) <= grown <= small + (4 * 4 * 16 << 20)  # three units of 16 MB at most
-        assert found[-1] == found[2], "of other groups nothing stays, and in their place lie later ones"
+        assert measured[-1] == measured[2], "of other groups nothing stays, and in their place lie later ones"
 
 
 def test_address_space_is_left_for_others_and_too_little_is_told_as_such():
     spares = [16 << 30, -(1 << 30)]
-    for spare, ends in zip(spares, run_forks(train_with_limit, [(each,) for each in spares], world_size=2)):
+    for spare, ends in zip(spares, run_forks(train_with_limit, [(left,) for left in spares], world_size=2)):
         for rank, end in enumerate(ends):
             losses, told = end.value
             assert losses[-1] < losses[0]
             assert len(told) == (1 if rank == 0 and spare < 0 else 0)
-            assert all("less is left than" in each for each in told)
+            assert all("less is left than" in text for text in told)
     run_forks(lack_address_space, [()], world_size=2)
