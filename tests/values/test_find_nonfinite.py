@@ -372,8 +372,8 @@ def test_tensor_subclasses_are_looked_at_beside_plain_tensors():
         values = torch.tensor([0.5, value])
         pieces = activations([torch.ones(2), TwoTensor(values, values.clone())])
         looks.look(Origin(spot, True, "Made here"), "parameter", pieces)
-        assert (looks.found is None) is (value == 1.0)
-    assert looks.found is not None and looks.found.tensor == "parameter 1"
+        assert (looks.finding is None) is (value == 1.0)
+    assert looks.finding is not None and looks.found.tensor == "parameter 1"
 
 
 def test_nothing_sharded_is_refused():
