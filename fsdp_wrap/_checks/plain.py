@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import ref
@@ -19,6 +20,7 @@ from fsdp_wrap._params import FlatPiece
 
 _MOST = 16  # parameters that are looked at
 _ROWS, _COLUMNS = 256, 4  # elements of a parameter: about so many along its first dimension, and each further
+_ORDER = struct.Struct("<I")  # the checksum of the parameters' shapes in their order
 _SUMS = struct.Struct("<2f")  # of elements, and of their sizes
 _TOLERANCE = 1e-3  # of the sum of sizes
 
@@ -49,7 +51,7 @@ class PlainGradients:
         groups: The ranks that hold a model's parts and replicas.
         params: References to the parameters.
         kind: The optimizer's class, for messages.
-        text: The sums of some elements of each gradient.
+        text: The order of the parameters, and the sums of some elements of each gradient.
     """
 
     groups: Sequence[GroupPositions]
@@ -58,18 +60,20 @@ class PlainGradients:
     text: bytes
 
     def judge(self, texts: Mapping[int, bytes], members: Sequence[int]) -> str | None:
-        """Returns the error if a gradient differs between two ranks."""
-        told = {
-            rank: [*_SUMS.iter_unpack(text)] for rank, text in texts.items() if len(text) == len(self.text)
-        }
-        first = min(told, default=-1)
-        for rank in sorted(told):
-            pairs = enumerate(zip(told[first], told[rank]))
+        """Returns the error if a gradient differs between two ranks that have the parameters in one order."""
+        told = {rank: _read(text) for rank, text in sorted(texts.items())}
+        own, _ = _read(self.text)
+        firsts: dict[int, int] = {}
+        for rank, (order, sums) in told.items():
+            first = firsts.setdefault(order, rank)
+            others = told[first][1]
+            pairs = enumerate(zip(others, sums))
             index = next((index for index, pair in pairs if _differ(*pair)), None)
-            if index is not None:
+            if index is not None and not _are_permuted(others, sums):
+                param = self.params[index]() if order == own else None
                 return (
                     f"a gradient differs between ranks {members[first]} and {members[rank]}: that of "
-                    f"{_name_of(self.params[index]())}, a parameter of this {self.kind} beside sharded ones. "
+                    f"{_name_of(param)}, a parameter of this {self.kind} beside sharded ones. "
                     f"{_CURE}"
                 )
         return None
@@ -79,8 +83,15 @@ def tell_gradients(
     optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], groups: Sequence[GroupPositions]
 ) -> PlainGradients:
     """Returns what this rank tells of the gradients of plain parameters."""
-    text = b"".join(_SUMS.pack(*_sums_of(param.grad)) for param in params)
+    order = zlib.crc32(repr([tuple(param.shape) for param in params]).encode())
+    text = _ORDER.pack(order) + b"".join(_SUMS.pack(*_sums_of(param.grad)) for param in params)
     return PlainGradients(groups, [*map(ref, params)], type(optimizer).__name__, text)
+
+
+def _read(text: bytes) -> tuple[int, list[tuple[float, ...]]]:
+    """Returns the order of parameters that a rank has told, and the sums of each gradient."""
+    (order,) = _ORDER.unpack_from(text)
+    return order, [*_SUMS.iter_unpack(text[_ORDER.size :])]
 
 
 def _sums_of(grad: torch.Tensor | None) -> tuple[float, float]:
@@ -98,6 +109,12 @@ def _differ(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
         return False
     bound = _TOLERANCE * max(one[1], other[1])
     return abs(one[0] - other[0]) > bound or abs(one[1] - other[1]) > bound
+
+
+def _are_permuted(some: Sequence[tuple[float, ...]], others: Sequence[tuple[float, ...]]) -> bool:
+    """Whether two ranks have the same gradients, of parameters of equal shapes in another order."""
+    rows = [sorted(sums for sums in of_rank if all(map(math.isfinite, sums))) for of_rank in (some, others)]
+    return len(rows[0]) == len(rows[1]) and not any(map(_differ, *rows))
 
 
 def _name_of(param: nn.Parameter | None) -> str:

@@ -206,6 +206,7 @@ class DTensorParams(ShardedParams):
         for cut, before, now in zip(self.layout.extents, self.sources, params):
             if before is not now:  # an optimizer that was made earlier would train nothing
                 refuse_in_steps(before, partial(_why_left, self.name_of, cut.fqn))
+        self.gradients.follow_replaced(self.sources, params)
         self.sources = self.sharded_params = params
         self._show_pieces()
         self._show_in(self.display.places)

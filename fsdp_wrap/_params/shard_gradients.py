@@ -123,6 +123,13 @@ class ShardGradients:
             self.take_arriving()()
         self._mark(self._params)
 
+    def follow_replaced(self, before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]) -> None:
+        """Moves marks to the parameters that take the place of others: those without a gradient are zeroed."""
+        if self._marks:
+            for old, new in zip(before, now):
+                if old is not new:
+                    self._marks.move(old, new)
+
     def zeroed(self) -> list[bool]:
         """Returns for each leaf whether its gradient was zeroed since `mark_unsynced`."""
         return self._zeroed(self._sources, self._layout.fqns)
@@ -225,6 +232,15 @@ class GradientMarks(dict[nn.Parameter, _Mark]):
                 to_local(grad).neg_()
             held = mark.held if mark is not None and grad is mark.grad else to_local(grad)
             self[param] = _Mark(grad, held, grad._version + held._version, own)
+
+    def move(self, before: nn.Parameter, now: nn.Parameter) -> None:
+        """Moves a mark to a parameter that takes another one's place, and the gradient it brings."""
+        mark, grad = self.pop(before, None), now.grad
+        if mark is not None and grad is not None:
+            held = to_local(grad)
+            mark = _Mark(grad, held, grad._version + held._version, mark.own)
+        if mark is not None:
+            self[now] = mark
 
     def zeroed(self, params: Sequence[nn.Parameter], fqns: Sequence[str] = ()) -> list[bool]:
         """Returns for each parameter whether it was marked and its gradient zeroed since.

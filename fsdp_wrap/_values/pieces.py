@@ -42,7 +42,7 @@ def activations(tensors: Iterable[torch.Tensor | None]) -> Iterator[Piece]:
 
 def whole(fqn: str, tensor: torch.Tensor) -> Piece:
     """Returns all of a parameter, or of what has its shape, as one piece."""
-    local = to_local(tensor.detach())
+    local = to_local(tensor).detach()  # a `DTensor` cannot be detached in inference mode
     return Piece(fqn, local.shape, 0, local)
 
 

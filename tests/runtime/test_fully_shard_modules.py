@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bed import ranks
 from composable import assert_same, shard_blocks
-from fronts import either_front, full_state, shard
+from fronts import assert_same_grads, either_front, full_state, no_sync, shard
 from fsdp_wrap import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp_wrap.clip_grad import GradientNorms
 from fsdp_wrap.wrap import always_wrap_policy
@@ -154,6 +154,26 @@ def test_an_optimizer_from_before_a_load_that_assigns_is_refused_by_name(rank, w
     for one in (ddp, model):
         train(one, torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9), rank, range(3))
     assert_same(model, plain)
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+@ranks(2)
+def test_a_load_that_assigns_drops_what_was_accumulated(rank, world_size, zeroes):
+    """As with a plain module, whose new parameters have no gradients."""
+    torch.manual_seed(0)
+    plain = Transformer(1).double()
+    model = copy.deepcopy(plain)
+    shard_blocks(model)
+    with no_sync(model):
+        loss_of(model, tokens(rank, 0)).backward()
+    if zeroes:
+        model.zero_grad()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    ddp = DDP(plain)
+    for one in (ddp, model):
+        loss_of(one, tokens(rank, 1)).backward()
+    assert_same_grads(model, plain, rtol=1e-12, atol=1e-12)
 
 
 @ranks(2)

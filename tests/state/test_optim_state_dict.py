@@ -490,6 +490,32 @@ class Sorting(torch.optim.AdamW):
         return {"state": entries, "param_groups": [{**group, "params": sorted(names)}]}
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, as torch's `_NamedOptimizer`: it never calls its base's `__init__`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+@ranks(2)
+def test_an_optimizer_around_another_one(rank, world_size):
+    model, plain = wrapped_and_plain(Net, per_block, True)
+    ours, theirs = adamw(model), adamw(plain)
+    train_side_by_side(2, model, ours, plain, theirs)
+    state = FSDP.optim_state_dict(model, Around(ours))
+    fresh = adamw(model)
+    around = Around(fresh)
+    around.load_state_dict(FSDP.optim_state_dict_to_load(model, around, state))
+    assert_same(FSDP.optim_state_dict(model, fresh), by_name(theirs, plain))
+
+
 def average(param: nn.Parameter) -> None:
     dist.all_reduce(param.grad)
     param.grad /= dist.get_world_size()

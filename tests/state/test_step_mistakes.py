@@ -249,6 +249,23 @@ def test_plain_parameters_that_are_averaged_or_ignored_are_silent(rank, world_si
             end(optimizer)
 
 
+@pytest.mark.parametrize("names", [("embed", "norm", "head"), ("norm",)])
+@each_front
+@ranks(2)
+def test_averaged_plain_parameters_may_have_another_order_on_each_rank(rank, world_size, front, names):
+    torch.manual_seed(0)
+    model = Transformer()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = shard(front, block)
+    plain = [param for name in names for param in model.get_submodule(name).parameters()]
+    assert len({param.shape for param in plain}) == (1 if names == ("norm",) else 3)
+    optimizer = torch.optim.SGD([*model.blocks.parameters(), *(plain if rank else plain[::-1])], lr=0.05)
+    for step in range(5):
+        backward(model, rank, step)
+        average(model)
+        end(optimizer)
+
+
 @ranks(2)
 def test_ddp_around_sharded_blocks_is_silent(rank, world_size):
     torch.manual_seed(0)

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
 import apart
@@ -313,6 +315,18 @@ def test_all_ranks_raise_whatever_each_of_them_runs(rank, world_size, front):
             program(model, optimizer, lambda model: model(x).square().mean())
     error = error_of(model, partial(spoil_output, NAN))
     assert place(error) == (CULPRIT, "output", "blocks.1", "blocks.1.between")
+
+
+@ranks(2)
+@each_front
+def test_parameters_of_tensor_parallelism_are_looked_at_in_inference_mode(rank, world_size, front):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    model = shard(front, model, device_mesh=mesh["shard"])
+    with find_nonfinite(model), torch.inference_mode():
+        model(torch.ones(2, 4))
+    with pytest.raises(NonFiniteError), find_nonfinite(model), torch.inference_mode():
+        model(torch.full((2, 4), NAN))
 
 
 @ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -71,17 +70,25 @@ class AutomaticCommunicator(GroupCommunicator):
         return SharedBuffer(numel, dtype, own_memory())
 
 
-def _as_chosen(name: str) -> Any:
-    """Returns a method of the chosen communicator, which an instance keeps after the first lookup."""
-    method = functools.cached_property(lambda automatic: getattr(automatic._best, name))
-    method.__set_name__(AutomaticCommunicator, name)
-    return method
+class _AsChosen:
+    """A method of the chosen communicator, which an instance keeps after the first lookup.
+
+    It has no lock: that of a `cached_property` before Python 3.12 is one for all instances. Then two threads
+    that communicate for the first time wait for each other's ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, automatic: AutomaticCommunicator, owner: object) -> Any:
+        method = vars(automatic)[self._name] = getattr(automatic._best, self._name)
+        return method
 
 
 for _name in (
     *("gather_into", "all_gather", "all_gather_parts", "reduce_scatter", "all_reduce", "broadcast", "gather"),
     *("scatter", "all_gather_object", "broadcast_object", "all_to_all"),
 ):
-    setattr(AutomaticCommunicator, _name, _as_chosen(_name))
+    setattr(AutomaticCommunicator, _name, _AsChosen(_name))
 
 _chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()

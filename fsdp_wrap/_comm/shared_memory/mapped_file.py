@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from bisect import bisect_right
 
@@ -41,6 +42,7 @@ class MappedFile:
         self._begins: list[int] = []  # in the file
         self._addresses: list[int] = []
         self._end = 0
+        self._lock = threading.RLock()  # of growing: threads may communicate for several models at a time
         self.extend(os.fstat(file.number).st_size)
 
     def extend(self, end: int) -> None:
@@ -71,16 +73,18 @@ class MappedFile:
         return self._addresses[index] + begin - self._begins[index]
 
     def _follow(self) -> None:
-        """Maps what the file has grown by."""
-        end = os.fstat(self._file.number).st_size
-        try:
-            self.extend(end)
-        except OSError as error:
-            raise RuntimeError(
-                f"this process cannot map {format_bytes(end - self._end)} more of the memory that the ranks "
-                f"of this host share ({error}). Let it have more address space (ulimit -v), or set "
-                "FSDP_WRAP_SHARED_MEMORY=0 on all ranks"
-            ) from error
+        """Maps what the file has grown by, unless another thread has."""
+        with self._lock:
+            end = os.fstat(self._file.number).st_size
+            try:
+                if end > self._end:
+                    self.extend(end)
+            except OSError as error:
+                raise RuntimeError(
+                    f"this process cannot map {format_bytes(end - self._end)} more of the memory that the "
+                    f"ranks of this host share ({error}). Let it have more address space (ulimit -v), or set "
+                    "FSDP_WRAP_SHARED_MEMORY=0 on all ranks"
+                ) from error
 
     def place(self, address: int) -> int | None:
         """Returns the offset in the file of an address of this process; None if it lies elsewhere."""

@@ -16,6 +16,7 @@ import mmap
 import os
 import resource
 import secrets
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -134,16 +135,25 @@ class SharedMemory(Memory):
 
     def take(self, nbytes: int) -> int:
         """Returns the offset of the lowest free piece; raises a RuntimeError if the host allows no more."""
-        if self._given_back:
-            self._collect()
         nbytes = round_up(nbytes, mmap.PAGESIZE)
+        with self._lock:
+            if self._given_back:
+                self._collect()
+            begin = self._lowest(nbytes)
+            if begin is None:
+                self._grow(nbytes)
+                begin = self._lowest(nbytes)
+        assert begin is not None
+        return begin
+
+    def _lowest(self, nbytes: int) -> int | None:
+        """Takes the lowest free piece, and returns its offset; None if there is none."""
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
                 self._free[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
                 self._taken[begin] = begin + nbytes
                 return begin
-        self._grow(nbytes)
-        return self.take(nbytes)
+        return None
 
     def _grow(self, nbytes: int) -> None:
         """Makes the file longer, by enough for a piece; raises a RuntimeError if the host refuses."""
@@ -277,14 +287,17 @@ class SharedBuffer(Buffer):
 
 
 _own: dict[int, SharedMemory] = {}
+_making = threading.Lock()
 
 
 def own_memory() -> SharedMemory:
     """Returns this process's memory; raises an OSError if the host does not allow it."""
     process = os.getpid()
     if process not in _own:
-        _own.clear()  # a parent's
-        _own[process] = SharedMemory()
+        with _making:
+            if process not in _own:  # another thread may have made it meanwhile
+                _own.clear()  # a parent's
+                _own[process] = SharedMemory()
     return _own[process]
 
 

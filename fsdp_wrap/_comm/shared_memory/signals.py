@@ -42,13 +42,13 @@ class Life:
 
     def __init__(self, process: int) -> None:
         self._descriptor = Descriptor(os.pidfd_open(process))
-        self._poll = select.poll()
-        self._poll.register(self._descriptor.number, select.POLLIN)
 
     @property
     def ended(self) -> bool:
         """Whether the process has ended."""
-        return bool(self._poll.poll(0))
+        poll = select.poll()  # a new one: two threads must not ask one at a time
+        poll.register(self._descriptor.number, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 def wake(address: int) -> None:

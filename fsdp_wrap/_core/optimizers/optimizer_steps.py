@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -91,7 +91,10 @@ def watch_loads(optimizer: torch.optim.Optimizer) -> None:
     """Lets `load_watchers` know of the optimizer's loads; so does its first step."""
     if optimizer not in _watched:
         _watched.add(optimizer)
-        optimizer.register_load_state_dict_post_hook(_tell_loaded)
+        with suppress(
+            AttributeError
+        ):  # a class around the optimizer that loads, which never calls `__init__`
+            optimizer.register_load_state_dict_post_hook(_tell_loaded)
 
 
 def _tell_loaded(optimizer: torch.optim.Optimizer) -> None:
