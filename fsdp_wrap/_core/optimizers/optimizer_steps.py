@@ -91,9 +91,7 @@ def watch_loads(optimizer: torch.optim.Optimizer) -> None:
     """Lets `load_watchers` know of the optimizer's loads; so does its first step."""
     if optimizer not in _watched:
         _watched.add(optimizer)
-        with suppress(
-            AttributeError
-        ):  # a class around the optimizer that loads, which never calls `__init__`
+        with suppress(AttributeError):  # it is one around another, which never calls `__init__`
             optimizer.register_load_state_dict_post_hook(_tell_loaded)
 
 
