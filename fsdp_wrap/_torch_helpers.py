@@ -26,7 +26,7 @@ from fsdp_wrap._core import clean_fqn, joined
 from fsdp_wrap._core.torch_private import IncompatibleKeys, StridedShard, torch_gathers
 from fsdp_wrap._params import PASSES_FOR_DTENSOR, FlatParameter, IntervalTensor
 from fsdp_wrap._runtime import buffers_of, units_in
-from fsdp_wrap._state import refuse_shared
+from fsdp_wrap._state import FirstRank, refuse_shared
 from fsdp_wrap.distributed_state_dict import (
     is_wrapped,
     load_model_state,
@@ -96,8 +96,15 @@ def _load_model_state(
 
 
 def _load_optim_state(torchs: Callable[..., None], model: nn.Module, *args: Any) -> None:
-    """Loads into models of `DTensor`s too: those of torch's functions do not know what was never stepped."""
-    if not units_in(model):
+    """Loads into models of `DTensor`s too: those of torch's functions do not know what was never stepped.
+
+    But torch's load a model of `DTensor`s on a part of the ranks, if the first of all ranks broadcasts to it.
+    """
+    if not units_in(model) or (
+        args[-1].broadcast_from_rank0
+        and not is_wrapped(model)
+        and FirstRank(model).reaches < dist.get_world_size()
+    ):
         return torchs(model, *args)
     with deaths_told(), calling("set_optimizer_state_dict()"):
         return load_optim_state(model, *args)

@@ -124,7 +124,7 @@ class ShardGradients:
         self._mark(self._params)
 
     def follow_replaced(self, before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]) -> None:
-        """Moves marks to parameters that take the place of others: those without a gradient are zeroed."""
+        """Moves marks to parameters that take the place of others; without a gradient they are zeroed."""
         if self._marks:
             for old, new in zip(before, now):
                 if old is not new:

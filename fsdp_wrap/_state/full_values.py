@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -563,6 +564,11 @@ class FirstRank:
         self.steps[:0] = self._beside
         first_of_all = not dist.is_initialized() or dist.get_rank() == 0
         self.is_here = all(communicator.rank == 0 for communicator in self.steps) if owners else first_of_all
+
+    @property
+    def reaches(self) -> int:
+        """The number of ranks that it broadcasts to, with itself."""
+        return math.prod(communicator.size for communicator in self.steps)
 
     def wants(self, value: FullValue) -> bool:
         """Whether this rank keeps a value that is gathered."""

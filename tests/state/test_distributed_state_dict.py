@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed._state_dict_utils import _gather_state_dict as gather_state_dict
 from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu as offload_state_dict_to_cpu
 from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.device_mesh import init_device_mesh
 
 from bed import ranks
 from bed.scripts import python
@@ -69,6 +70,29 @@ def test_full_state_dicts_are_those_of_a_plain_model(rank, world_size, front):
     theirs.set_state_dict(model, fresh, **both | {"model_state_dict": {}}, options=options)
     train_side_by_side(2, model, fresh, plain, reference)
     assert_close(full_state(model), plain.state_dict())
+
+
+@ranks(4)
+def test_the_first_of_all_ranks_broadcasts_to_models_on_parts_of_the_ranks(rank, world_size):
+    """As torch's functions do, which give it the state dicts and all others none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)).double()
+    first, second = (shard("composable", copy.deepcopy(plain), device_mesh=mesh) for _ in range(2))
+    optimizer, fresh = adamw(first), adamw(second)
+    batch = torch.randn(3, WIDTH, dtype=torch.float64)
+    first(batch).square().mean().backward()
+    optimizer.step()
+    whole: dict[str, Any] = {"full_state_dict": True, "cpu_offload": True}
+    model, optim = theirs.get_state_dict(first, optimizer, options=StateDictOptions(**whole))
+    assert (model != {}) == (optim != {}) == (rank == 0)
+    given: dict[str, Any] = {"model_state_dict": model, "optim_state_dict": optim}
+    options = StateDictOptions(**whole, broadcast_from_rank0=True)
+    theirs.set_state_dict(second, fresh, **given, options=options)
+    assert_equal(full_state(second), full_state(first))
+    found = theirs.get_optimizer_state_dict(second, fresh)
+    expected = theirs.get_optimizer_state_dict(first, optimizer)
+    assert_same({**found, "param_groups": []}, {**expected, "param_groups": []})  # torch makes lists of betas
 
 
 @each_form
