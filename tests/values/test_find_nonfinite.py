@@ -387,7 +387,7 @@ def test_tensor_subclasses_are_looked_at_beside_plain_tensors():
         pieces = activations([torch.ones(2), TwoTensor(values, values.clone())])
         looks.look(Origin(spot, True, "Made here"), "parameter", pieces)
         assert (looks.finding is None) is (value == 1.0)
-    assert looks.finding is not None and looks.found.tensor == "parameter 1"
+    assert looks.finding is not None and looks.finding.tensor == "parameter 1"
 
 
 def test_nothing_sharded_is_refused():
