@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,9 @@ from fsdp_wrap._core import (
     joined,
     own_modules,
 )
+from fsdp_wrap._core.torch_private import copies_before_writes
 from fsdp_wrap._params import Buffers, Segment, Where
-from fsdp_wrap._runtime import ForwardCall, Unit
+from fsdp_wrap._runtime import ForwardCall, Step, Unit
 
 _VERSION = attrgetter("_version")
 
@@ -33,12 +33,14 @@ class UserEdits(PlugIn):
 
     order = Precedence.CHECKS
 
-    def forward_ready(self, step: Any) -> None:
+    def forward_ready(self, step: Step) -> None:
         for unit in step.units:
             if unit.buffers.where is Where.SHARDED and not unit.buffers.shown.untouched:
                 _refuse_changes(unit, unit.buffers)
         if added_names and torch.is_grad_enabled():
             _refuse_added(step.units)
+        if copies_before_writes() and torch.is_grad_enabled():
+            _refuse_copies(step)
 
     def ran(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
         for segment in unit.buffers.segments:
@@ -115,6 +117,19 @@ def _refuse_changes(unit: Unit, buffers: Buffers) -> None:
             f"showed it in full after a forward, on rank {dist.get_rank()}, which is lost: "
             "edit it inside summon_full_params, or each shard by itself (model.parameters())"
         )
+
+
+def _refuse_copies(step: Step) -> None:
+    """Refuses copies of saved tensors before each write: a gather writes to memory that was freed."""
+    for unit in step.units:
+        kept = not unit.options.reshard_after_forward or (unit is step.root and unit.options.keeps_as_root)
+        if not kept and any(segment.full.temporary for segment in unit.segments):
+            raise ValueError(
+                f"{unit.name} frees its parameters between forward and backward (rank {dist.get_rank()}), so "
+                "autograd cannot copy them before its gather writes to them, as "
+                "allow_mutation_on_saved_tensors() asks for: leave that context, or keep the parameters "
+                "(reshard_after_forward=False, or ShardingStrategy.SHARD_GRAD_OP)"
+            )
 
 
 def _refuse_added(units: Iterable[Unit]) -> None:

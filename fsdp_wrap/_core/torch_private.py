@@ -68,6 +68,7 @@ PURPOSES = {
     "torch._C._current_graph_task_id": "which backward runs in this thread, if any",
     "torch._C._will_engine_execute_node": "which leaves and inputs the running backward will reach",
     "torch.autograd.graph.Node._sequence_nr": "which of two outputs was made first",
+    "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled": "whether it copies what is written to",
     "torch._C._autograd._unsafe_set_version_counter": "lets autograd refuse leaves whose memory is freed",
     "torch._C._autograd._get_creation_meta": "whether autograd lets anyone edit a view in place",
     "torch._C._autograd.CreationMeta": "whether autograd lets anyone edit a view in place",
@@ -276,6 +277,11 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Ten
         if tensor.grad_fn is not None:
             tensor.grad_fn._register_hook_dict(tensor)
     tensor._backward_hooks[id(hook)] = hook
+
+
+def copies_before_writes() -> bool:
+    """Whether `torch.autograd.graph.allow_mutation_on_saved_tensors` copies tensors that are written to."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
 def will_run(nodes: Iterable[Node]) -> int:

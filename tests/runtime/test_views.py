@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bed import ranks
 from beside import check_each, train_beside
-from fronts import FULL, KEPT, each_front, either_front, shard
+from fronts import FULL, KEPT, assert_same_grads, each_front, either_front, shard
 from fsdp_wrap import EventKind, ShardingStrategy, record_events
 from fsdp_wrap.wrap import ModuleWrapPolicy
 
@@ -275,3 +275,37 @@ def test_memory_from_before_a_forward_is_not_hooked(rank, world_size, front, che
         assert alive() is None
 
     check_each(check, [False, True])
+
+
+class _Edited(nn.Module):
+    """Edits in place what autograd has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lins = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for lin in self.lins:
+            x = lin(x).exp()
+            x.mul_(0.5)
+        return x
+
+
+@ranks(2)
+@each_front
+def test_saved_tensors_may_be_edited_where_parameters_stay(rank, world_size, front):
+    plain = _Edited()
+    freed, kept = (
+        shard(front, copy.deepcopy(plain), ModuleWrapPolicy({nn.Linear}), sharding_strategy=strategy)
+        for strategy in (FULL, KEPT)
+    )
+    x = torch.ones(3, WIDTH)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        for _ in range(2):  # the second gather writes to what the first backward has read
+            for model in (plain, kept):
+                model(x).sum().backward()
+        with pytest.raises(ValueError, match=r"unit 'lins\.0' frees its parameters .*reshard_after_forward"):
+            freed(x)
+        with torch.no_grad():
+            torch.testing.assert_close(freed(x), plain(x))
+    assert_same_grads(kept, plain)

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,8 +73,10 @@ def test_models_train_in_threads(rank, world_size, front):
             optimizer.step()
             optimizer.zero_grad()
 
-    run_in_threads([lambda pair=(model, seed): train(*pair) for seed, model in enumerate(sharded)])
-    sys.setswitchinterval(before)
+    try:
+        run_in_threads([partial(train, model, seed) for seed, model in enumerate(sharded)])
+    finally:
+        sys.setswitchinterval(before)
     for seed, model in enumerate(sharded):
         plain = net(seed)
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -90,17 +93,22 @@ def test_models_train_in_threads(rank, world_size, front):
 def test_threads_may_communicate_for_the_first_time_in_another_order_on_each_rank(rank, world_size, front):
     seeds = [*range(2)]
     sharded = on_groups(front, seeds)
-    tasks = [lambda pair=(model, seed): loss_of(*pair, rank, 0).item() for seed, model in enumerate(sharded)]
-    losses = run_in_threads(tasks[:: -1 if rank else 1], apart=0.2)
+    tasks = [partial(loss_of, model, seed, rank, 0) for seed, model in enumerate(sharded)]
+    losses = [loss.item() for loss in run_in_threads(tasks[:: -1 if rank else 1], apart=0.2)]
     expected = [loss_of(net(seed), seed, rank, 0).item() for seed in seeds]
     assert losses[:: -1 if rank else 1] == pytest.approx(expected)
 
 
 def test_threads_may_free_pieces_at_the_same_time():
     """A piece is free once its readers have told so, which lets other threads run."""
+
+    def is_read() -> bool:
+        time.sleep(0.02)
+        return True
+
     memory = SharedMemory()
     for begin in [memory.take(1) for _ in range(4)]:
-        memory.note(begin, lambda: time.sleep(0.02) is None)
+        memory.note(begin, is_read)
         memory.give_back(begin)
     begins = run_in_threads([lambda: memory.take(1)] * 3)
     assert len({*begins}) == 3
