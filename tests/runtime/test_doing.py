@@ -75,22 +75,21 @@ def two_forwards(model: nn.Module) -> None:
     (model(torch.ones(2, WIDTH)) + model(torch.zeros(2, WIDTH))).sum().backward()
 
 
-def after_a_failed_forward(model: nn.Module) -> None:
+def after_a_failure(model: nn.Module, within: Callable[[torch.Tensor], torch.Tensor]) -> None:
     block = first_block(model)
-    block.within = failing
+    block.within = within
     with pytest.raises(ArithmeticError):
         step(model)
     block.within = as_it_is
     step(model)
+
+
+def after_a_failed_forward(model: nn.Module) -> None:
+    after_a_failure(model, failing)
 
 
 def after_a_failed_backward(model: nn.Module) -> None:
-    block = first_block(model)
-    block.within = failing_in_backward
-    with pytest.raises(ArithmeticError):
-        step(model)
-    block.within = as_it_is
-    step(model)
+    after_a_failure(model, failing_in_backward)
 
 
 def evaluated(model: nn.Module) -> None:
@@ -139,6 +138,16 @@ def test_a_unit_moves_as_its_table_allows(rank, world_size, front, program):
     units = [unit for unit in units_in(model).values() if unit.params]
     assert {unit.doing for unit in units} == {Doing.REST if program is evaluated else Doing.OVER}
     assert not any(unit.running for unit in units)
+
+
+def test_a_forward_is_over_with_its_last_call():
+    unit = Unit(nn.Linear(1, 1), NoBuffers(), UnitOptions())
+    unit.begin_call(recompute=False)
+    unit.begin_call(recompute=False)  # the module calls itself
+    unit.end_call()
+    assert unit.doing is Doing.FORWARD
+    unit.end_call()
+    assert unit.doing is Doing.REST
 
 
 def test_other_moves_raise():
