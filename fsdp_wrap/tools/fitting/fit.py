@@ -72,8 +72,8 @@ def fit(
             optimizer = torch.optim.AdamW(model.parameters())
             return model, optimizer, partial(train_step, model, optimizer)
 
-        found = fit(setup, 64, device="cuda", device_memory="75GB", machine=preset("h100", attained=0.5))
-        recipe = found.best.recipe
+        fitted = fit(setup, 64, device="cuda", device_memory="75GB", machine=preset("h100", attained=0.5))
+        recipe = fitted.best.recipe
         ```
     """
     if device_memory is None:

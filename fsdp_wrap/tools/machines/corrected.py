@@ -29,7 +29,7 @@ def correct_machine(plan: Plan, timeline: Timeline) -> Machine:
     Example:
         ```python
         machine = correct_machine(plan(setup, 64, device="cuda", machine=preset("h100")), load("trace.json"))
-        found = fit(setup, 64, device="cuda", device_memory="75GB", machine=machine)
+        fitted = fit(setup, 64, device="cuda", device_memory="75GB", machine=machine)
         ```
     """
     if plan.machine is None:
