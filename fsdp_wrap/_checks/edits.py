@@ -23,7 +23,7 @@ from fsdp_wrap._core import (
 )
 from fsdp_wrap._core.torch_private import copies_before_writes
 from fsdp_wrap._params import Buffers, Segment, Where
-from fsdp_wrap._runtime import ForwardCall, Step, Unit
+from fsdp_wrap._runtime import ForwardCall, Step, Unit, kept_for_backward
 
 _VERSION = attrgetter("_version")
 
@@ -122,7 +122,7 @@ def _refuse_changes(unit: Unit, buffers: Buffers) -> None:
 def _refuse_copies(step: Step) -> None:
     """Refuses copies of saved tensors before each write: a gather writes to memory that was freed."""
     for unit in step.units:
-        kept = not unit.options.reshard_after_forward or (unit is step.root and unit.options.keeps_as_root)
+        kept = kept_for_backward(unit, unit in step.root.over_all_meshes)
         if not kept and any(segment.full.temporary for segment in unit.segments):
             raise ValueError(
                 f"{unit.name} frees its parameters between forward and backward (rank {dist.get_rank()}), so "

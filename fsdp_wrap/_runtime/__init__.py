@@ -10,7 +10,7 @@ from fsdp_wrap._runtime.finalization import BackwardEnd
 from fsdp_wrap._runtime.forward import inside_transforms, run_forward, step_of
 from fsdp_wrap._runtime.order import ExecOrder
 from fsdp_wrap._runtime.queue import Queue, Reducing
-from fsdp_wrap._runtime.stays import after_backward
+from fsdp_wrap._runtime.stays import after_backward, kept_for_backward
 from fsdp_wrap._runtime.step import Step
 from fsdp_wrap._runtime.unit import (
     ForwardCall,

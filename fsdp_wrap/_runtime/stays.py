@@ -173,11 +173,15 @@ def after_backward(unit: Unit, syncs: bool, keeps_graph: bool) -> Until:
 
 
 def _needed_in_backward(call: ForwardCall, with_grad: bool, is_root: bool) -> bool:
-    unit, options = call.unit, call.unit.options
     if not torch.is_grad_enabled():
         return False
     if not with_grad:  # gradients may enter where no hook sees them
-        return call.watched > 0 or unit.buffers.segments.trainable
-    if is_root and options.keeps_as_root:  # its backward comes first
+        return call.watched > 0 or call.unit.buffers.segments.trainable
+    return kept_for_backward(call.unit, is_root)
+
+
+def kept_for_backward(unit: Unit, is_root: bool) -> bool:
+    """Whether a forward of a unit, whose output needs a gradient, keeps the parameters for the backward."""
+    if is_root and unit.options.keeps_as_root:  # its backward comes first
         return unit.trains
-    return not options.reshard_after_forward
+    return not unit.options.reshard_after_forward

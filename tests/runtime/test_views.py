@@ -308,4 +308,7 @@ def test_saved_tensors_may_be_edited_where_parameters_stay(rank, world_size, fro
             freed(x)
         with torch.no_grad():
             torch.testing.assert_close(freed(x), plain(x))
+        root = shard(front, nn.Linear(WIDTH, WIDTH)).eval()
+        with pytest.raises(ValueError, match="the root unit .* frees its parameters"):
+            root(x)
     assert_same_grads(kept, plain)
