@@ -29,7 +29,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.within = as_it_is
+        self.within: Callable[[torch.Tensor], torch.Tensor] = as_it_is
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.within(self.linear(x).tanh())
