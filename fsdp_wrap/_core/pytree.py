@@ -62,7 +62,7 @@ def put_back(replaced: Replaced, value: Any) -> None:
 
 
 def _children(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, set, frozenset)):
         return list(value)
     if isinstance(value, (dict, Mapping)):  # asking for the former is cheap
         return list(value.values())
@@ -76,6 +76,8 @@ def _children(value: Any) -> list[Any]:
 def _rebuild(value: Any, children: list[Any], in_place: bool) -> Any:
     write: Callable[[Any, Any, Any], None] = operator.setitem
     keys: Any = range(len(children))
+    if isinstance(value, (set, frozenset)):
+        return type(value)(children)
     if isinstance(value, tuple):
         return getattr(type(value), "_make", type(value))(children)  # named tuples take no iterable
     if isinstance(value, MutableMapping):

@@ -210,7 +210,7 @@ def _packed(y: torch.Tensor) -> _Registered:
             lambda it: ([it.hidden], it.note),
             lambda held, note: _Registered(next(iter(held)), note),
         )
-    pair = _Pair((MappingProxyType({"y": y}), None), "text")
+    pair = _Pair((MappingProxyType({"y": frozenset({y})}), None), "text")
     return _Registered(_Named([{"hidden": pair, "n": 3}], 5), "text")
 
 
@@ -218,7 +218,8 @@ def _unpacked(value: _Registered) -> torch.Tensor:
     assert (value.note, value.hidden.rest, value.hidden.hidden[0]["n"]) == ("text", 5, 3)
     pair = value.hidden.hidden[0]["hidden"]
     assert pair.note == "text" and pair.hidden[1] is None and type(pair.hidden[0]) is MappingProxyType
-    return pair.hidden[0]["y"]
+    assert type(pair.hidden[0]["y"]) is frozenset
+    return next(iter(pair.hidden[0]["y"]))
 
 
 class _Structured(nn.Module):
