@@ -9,6 +9,7 @@ Must never know: when units run, and which front-end made them.
 from fsdp_wrap._checks.calls import converted, refuse_replaced, refuse_unsharded, require_root
 from fsdp_wrap._checks.edits import UserEdits
 from fsdp_wrap._checks.errors import ErrorNames, out_of_memory
+from fsdp_wrap._checks.freed import tell_of_freed
 from fsdp_wrap._checks.notes import StepNotes
 from fsdp_wrap._checks.order import OrderCheck
 from fsdp_wrap._checks.own_gradients import OwnGradients
@@ -27,4 +28,5 @@ __all__ = [
     "refuse_unsharded",
     "require_root",
     "scaling_gradients",
+    "tell_of_freed",
 ]

@@ -62,6 +62,7 @@ except ImportError:  # a build without NCCL
 
 PURPOSES = {
     "torch.autograd.Variable._execution_engine": "to be called at the end of a backward",
+    "torch.autograd._engine_run_backward": "names units in errors that reach only who calls a backward",
     "torch.autograd.profiler._is_profiler_enabled": "whether ranges of units would be recorded",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whose hooks see what autograd saves",
     "torch._C._storage_Use_Count": "whether anything but autograd holds an activation",

@@ -52,7 +52,7 @@ from fsdp_wrap._params.parallel import (
     to_local,
     typed_part,
 )
-from fsdp_wrap._params.segment import Segment
+from fsdp_wrap._params.segment import FREED_VERSION, Segment
 from fsdp_wrap._params.segments import trains
 from fsdp_wrap._params.sharded_params import (
     Interval,

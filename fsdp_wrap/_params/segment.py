@@ -24,7 +24,7 @@ from fsdp_wrap._params.sharded_params import ShardedParams
 _VERSION = attrgetter("_version")
 _DATA_PTR = torch.Tensor.data_ptr
 
-_FREED = 1 << 31
+FREED_VERSION = 1 << 31
 """The version of freed leaves, which no graph has saved."""
 
 
@@ -63,7 +63,7 @@ class Segment:
         others = () if params.distributed is None else params.memory
         self.counted = (*self.leaves, *others)
         self.versions = self._versions_now()
-        self._freed = (_FREED,) * len(self.counted)
+        self._freed = (FREED_VERSION,) * len(self.counted)
         set_version_counters(self.counted, self._freed)
         self._follow_buffers()
         self.full.free()  # before the other one is allocated

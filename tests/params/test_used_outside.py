@@ -24,6 +24,7 @@ from bed import ranks
 from bed.references import count_collectives
 from fronts import FULL, KEPT, each_front, either_front, full, inner, shard
 from fsdp_wrap import ShardingStrategy, replicate
+from fsdp_wrap._params import FREED_VERSION
 from fsdp_wrap.wrap import ModuleWrapPolicy
 from nets import WIDTH, Around, Block, Middle
 from params.beside_plain import assert_mean_gradients, batch_of, losses, step_beside, zero
@@ -159,6 +160,66 @@ def check_way(way, mode, plain, model, batch, front, sharding):
         expected.backward()
         assert_mean_gradients(plain, model, (way, mode))
     zero(plain, model)
+
+
+# what a unit computes and does not return
+
+
+class Keeps(nn.Module):
+    """Returns one tensor, and keeps another one, computed after it, in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = None
+
+    def forward(self, x):
+        out = self.first(x)
+        self.kept = self.second(out).tanh()
+        return out
+
+
+class UsesKept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.keeps = Embed(WIDTH, WIDTH), Keeps()
+
+    def forward(self, x):
+        out = self.keeps(self.stem(x))
+        return out + inner(self.keeps).kept
+
+
+@each_front
+@ranks(2)
+def test_a_gradient_that_enters_by_no_output_is_told_with_its_unit(rank, world_size, front):
+    policy = ModuleWrapPolicy({Embed, Keeps})
+    for strategy in (FULL, KEPT):
+        plain, model = fronts.twins(
+            front, UsesKept, torch.float64, auto_wrap_policy=policy, sharding_strategy=strategy
+        )
+        for _ in range(2):  # after the error, too
+            expected, loss = losses(plain, model, batch_of(rank))
+            if strategy is KEPT:
+                expected.backward()
+                loss.backward()
+                assert_mean_gradients(plain, model)
+                continue
+            told = rf"(?s)at version {FREED_VERSION}.*entered unit 'keeps', or .* on rank {rank} by none"
+            with pytest.raises(RuntimeError, match=told) as caught:
+                loss.backward()
+            assert str(caught.value).count("entered") == 1
+            with pytest.raises(RuntimeError, match=told):
+                x = batch_of(rank).requires_grad_()
+                torch.autograd.grad(model(x).sum(), x)
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch_of(rank)), plain(batch_of(rank)))
+    weight = torch.ones(2, requires_grad=True)
+    product = weight * weight
+    with torch.no_grad():
+        weight.zero_()
+    with pytest.raises(RuntimeError, match="at version 1; expected version 0") as caught:
+        product.sum().backward()
+    assert "entered" not in str(caught.value)
 
 
 # what is returned
