@@ -75,6 +75,8 @@ class ReductionPlan(NamedTuple):
 
     def fits(self) -> bool:
         """Whether all members are unchanged since the plan, and no reduction of theirs is in flight."""
+        if self.gradients.in_flight:  # after a failure
+            return False
         for unit, options, generation in self.members:
             buffers = unit.buffers
             if buffers.gradients.reduction is not None or unit.options is not options:

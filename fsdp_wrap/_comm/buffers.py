@@ -30,6 +30,7 @@ class Buffer:
     """
 
     temporary = True  # whether the content matters only while it is allocated
+    _left = False  # see `leave`
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -48,8 +49,8 @@ class Buffer:
 
     @property
     def resizable(self) -> bool:
-        """Whether the memory can come and go: not once it is shared with NumPy."""
-        return self._storage.resizable()
+        """Whether the memory can come and go: not once it is shared with NumPy, or left to a collective."""
+        return not self._left and self._storage.resizable()
 
     def allocate(self) -> None:
         """Gets memory, with undefined content."""
@@ -61,12 +62,19 @@ class Buffer:
     def free(self) -> bool:
         """Gives the memory back; returns False where it cannot go, as `resizable` tells."""
         if self._storage.nbytes():
-            if not self._storage.resizable():
+            if self._left or not self._storage.resizable():
                 return False
             self._storage.resize_(0)
             if resize_watchers:
                 tell_resized(self._storage)
         return True
+
+    def leave(self) -> None:
+        """Leaves the memory to a collective that has failed here: it may go on, so the memory cannot go.
+
+        The owner drops the buffer. The collective holds the memory until it has ended.
+        """
+        self._left = True
 
     @contextmanager
     def having_memory(self) -> Iterator[None]:

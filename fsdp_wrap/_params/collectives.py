@@ -137,11 +137,15 @@ class Reduction:
 
     def finish(self) -> None:
         """Waits, and hands the sums to the segments."""
-        if self._in_copy:
-            self._pending.wait()
-            self._leave_copy()
-        if self._over_replicas is not None:
-            self._over_replicas.wait()
+        try:
+            if self._in_copy:
+                self._pending.wait()
+                self._leave_copy()
+            if self._over_replicas is not None:
+                self._over_replicas.wait()
+        except BaseException:
+            leave_buffers(self._segments)
+            raise
         for segment, shard in zip(self._segments, self._shards):
             if self._replicas is None:
                 segment.gradients.keep_partial(shard)
@@ -150,11 +154,21 @@ class Reduction:
 
     def abandon(self) -> None:
         """Waits, and drops the gradients."""
-        self._pending.wait()
-        if self._over_replicas is not None:
-            self._over_replicas.wait()
+        try:
+            self._pending.wait()
+            if self._over_replicas is not None:
+                self._over_replicas.wait()
+        except BaseException:
+            leave_buffers(self._segments)
+            raise
         for segment in self._segments:
             segment.gradients.drop()
+
+
+def leave_buffers(segments: Sequence[Segment]) -> None:
+    """Leaves the reduce buffers to a reduction that has failed here: peers may read them still."""
+    for segment in segments:
+        segment.gradients.leave()
 
 
 class BatchedGather:
@@ -247,7 +261,10 @@ class BatchedGradients:
 
     Attributes:
         of_segments: The place of each segment.
+        in_flight: Whether a reduction was issued and is not known to be over, so that peers may read them.
     """
+
+    in_flight = False
 
     @torch.inference_mode(False)
     def __init__(self, communicator: Communicator, segments: Sequence[Segment]) -> None:
@@ -287,10 +304,12 @@ class BatchedGradients:
             if index not in taken:  # may hold NaN, which checks of collectives refuse
                 parts.zero_()
         shard = self._communicator.empty(self._parts.shape[1], self._sums)
+        self.in_flight = True
         pending = self._communicator.reduce_scatter([shard], [self._buffer.data])
         # Each with a version counter of its own, as if it had been reduced alone.
         return pending, shard, [shard[self._ranges[index]].data for index in taken]
 
     def free(self) -> None:
-        """Frees the buffer; nothing may be in flight."""
+        """Frees the buffer; a reduction that was issued must be over."""
+        self.in_flight = False
         self._buffer.free()

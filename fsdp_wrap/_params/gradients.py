@@ -300,12 +300,19 @@ class Gradients:
             self.used[index] = self.used[index] and not zeroed
 
     def drop(self) -> None:
-        """Drops all collected gradients and frees the reduce buffer."""
+        """Drops all collected gradients and frees the reduce buffer, or gets another if it was left."""
         self.used = [False] * len(self._leaves)
-        if self.collected:
-            self._views.buffer.free()
+        if self.collected and not self._views.buffer.free() and self.taken is None:
+            one = self._sums is self._own
+            self._own = self._own.anew()
+            self._sums = self._own if one else self._sums.anew()
         self.kept = self.collected = False
         self._views, self.taken = self._own, None
+
+    def leave(self) -> None:
+        """Leaves the reduce buffer to a reduction that has failed, and may go on; `drop` is still to come."""
+        if self.collected:
+            self._views.buffer.leave()
 
     def drop_all(self) -> None:
         """Drops all gradients, also those summed over a part of the ranks."""
@@ -336,9 +343,13 @@ class _ReduceBuffer:
 
     def within(self, buffer: Buffer) -> _ReduceBuffer:
         """Returns the same in a buffer that is there, with memory."""
-        views = _ReduceBuffer(self._communicator, self._layout, self.dtype)
+        views = self.anew()
         views.buffer = buffer
         return views
+
+    def anew(self) -> _ReduceBuffer:
+        """Returns the same in a buffer of its own."""
+        return _ReduceBuffer(self._communicator, self._layout, self.dtype)
 
     @cached_property
     def buffer(self) -> Buffer:

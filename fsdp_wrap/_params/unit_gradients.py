@@ -11,7 +11,14 @@ from torch import nn
 
 from fsdp_wrap._comm import Accelerator, Communicator, accelerator_of, await_arrivals
 from fsdp_wrap._core import PlugIns, format_dtype
-from fsdp_wrap._params.collectives import InReduction, NotedReduction, ReduceScatter, Reduction, Transport
+from fsdp_wrap._params.collectives import (
+    InReduction,
+    NotedReduction,
+    ReduceScatter,
+    Reduction,
+    Transport,
+    leave_buffers,
+)
 from fsdp_wrap._params.segment import Segment
 
 
@@ -126,7 +133,11 @@ class UnitGradients:
         if self.reduction is None:
             empty = self._communicator.empty
             shards = [empty(segment.layout.shard_numel, segment.dtypes.reduce) for segment in segments]
-            pending = (self._reduce_scatter or self.transport.reduce_scatter)(shards, full)
+            try:
+                pending = (self._reduce_scatter or self.transport.reduce_scatter)(shards, full)
+            except BaseException:  # some may be on their way
+                leave_buffers(segments)
+                raise
             if self.has_own_reduction or not self.transport.keeps_notes:
                 ranks = self._communicator if self._communicator.size > 1 else self._replicas
                 pending = NotedReduction(segments, shards, pending, ranks)

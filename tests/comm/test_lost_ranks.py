@@ -1,6 +1,7 @@
 """Ranks that are killed, or stop, wherever they are: the others name them, and nothing is left."""
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -21,10 +22,18 @@ from bed.patience import NEVER
 from forks import run_forks
 from fronts import shard
 from fsdp_wrap import FullyShardedDataParallel as FSDP
-from fsdp_wrap import ShardingStrategy, StateDictType, checkpoint, iter_full_params
+from fsdp_wrap import (
+    ShardingStrategy,
+    StateDictType,
+    checkpoint,
+    iter_full_params,
+    set_gradients_in_place,
+)
 from fsdp_wrap._comm.positions import log_files
 from fsdp_wrap._comm.shared_memory.channel import Channel, Kind
 from fsdp_wrap._comm.watching import watch as _watch
+from fsdp_wrap._core import UNIT_ATTR
+from fsdp_wrap._params.parallel import to_local
 from fsdp_wrap.distributed_state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -38,6 +47,8 @@ from fsdp_wrap.wrap import ModuleWrapPolicy
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
+
+M_MMAP_THRESHOLD = -3
 
 TIME_LIMIT = 3.0
 """Seconds after which a rank that stopped is given up, by this package: gloo's limit comes long after."""
@@ -67,6 +78,10 @@ class End(NamedTuple):
     phase: str
     unit: str
     iteration: int
+
+
+def unit_of(model):
+    return vars(model)[UNIT_ATTR]
 
 
 def act_in(model, end):
@@ -149,6 +164,52 @@ def test_stopped_rank():
             assert f"the group's time limit is {TIME_LIMIT} s" in text
             assert f"rank 1 (alive): in or after unit 'b' ({phase} of iteration 2)" in text
         assert len(warned) == 1
+
+
+def give_up(rank, world_size, way, front, batched, in_place):
+    """The first rank gives up a reduction, and drops its gradients; the other one comes late.
+
+    Memory of that size goes back to the system when it is freed: it could not be sent any more.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    os.environ["FSDP_WRAP_SHARED_MEMORY"] = "0"
+    if way == "exchange":
+        os.environ["FSDP_WRAP_GLOO"] = way
+    _watch.time_limit = lambda *_: timedelta(seconds=TIME_LIMIT)
+    policy = ModuleWrapPolicy({nn.Sequential} if batched else set())
+    model = shard(front, Chain(2048), policy, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    set_gradients_in_place(model, in_place)
+    x, expected = torch.ones(2, 8), []
+    for _ in range(3):
+        model.zero_grad()
+        model(x).sum().backward()
+        expected = [to_local(param.grad) for param in model.parameters() if param.grad is not None]
+    model.zero_grad()
+    loss = model(x).sum()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="has not completed"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="has not completed"):
+            model(x)  # which drops what the backward has left, before it waits
+        store().set("dropped", "")
+        return not any(plan.fits() for plan in unit_of(model).step.queue._reductions.values())
+    store().wait(["dropped"], timedelta(seconds=NEVER))
+    loss.backward()
+    grads = [to_local(param.grad) for param in model.parameters() if param.grad is not None]
+    return [*map(torch.Tensor.tolist, grads)] == [*map(torch.Tensor.tolist, expected)]
+
+
+def test_a_late_rank_gets_what_another_has_sent_before_it_gave_up():
+    cases = [
+        ("at once", "orig", False, False),
+        ("exchange", "composable", False, False),
+        ("at once", "composable", True, False),
+        ("exchange", "orig", True, False),
+        ("at once", "composable", False, True),
+        ("exchange", "orig", False, True),
+    ]
+    for case, ends in zip(cases, run_forks(give_up, cases, 2, together=True)):
+        assert [end.value for end in ends] == [True, True], case
 
 
 @pytest.mark.slow

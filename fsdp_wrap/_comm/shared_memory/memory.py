@@ -253,7 +253,7 @@ class SharedBuffer(Buffer):
 
     @property
     def resizable(self) -> bool:
-        return self._without is not None or super().resizable
+        return not self._left and (self._without is not None or super().resizable)
 
     def allocate(self) -> None:
         if self.allocated:
@@ -273,7 +273,7 @@ class SharedBuffer(Buffer):
             self._without = memory
 
     def free(self) -> bool:
-        if self._without is None:
+        if self._without is None or self._left:
             return super().free()
         self._storage._swap_data_ptr_(self._without)  # type: ignore[attr-defined]
         self._without = None
