@@ -254,7 +254,7 @@ class FlatParams(ShardedParams):
     ) -> None:
         places = (*self._shapes_of(slots),), alignment_of(slots)
         cut = shared(EvenCut, *places, communicator.size, communicator.rank, alignment)
-        layout = self._layout_kind(cut, communicator.device, sharded)  # of this unit: it has tensors
+        layout = self._layout_kind(cut, sharded)  # of this unit: it will have tensors
         super().__init__(name, layout, slots, communicator, offload)
         self.module = module
         self._resides = not sharded and not self.offloaded

@@ -55,7 +55,7 @@ class Gradients:
         unreduced: Whether a backward has ended without a reduction since the last one.
         partial: A shard summed over this copy's ranks only, for the next reduction to add.
         used: For each leaf, whether the reduce buffer holds its gradient.
-        factor: Number by which a sum is multiplied; None for 1.
+        factor: Number by which a sum is multiplied.
     """
 
     def __init__(
@@ -116,9 +116,13 @@ class Gradients:
         comes before. At many ranks that would lose small values: there the square root is divided before.
         """
         before = _divisor_before(contributors) if self._dtypes.reduce == torch.float16 else 1.0
-        self._scale, after = 1.0 / before, before / contributors
-        # To multiply by a number would make such a tensor each time.
-        self.factor = None if after == 1.0 else torch.tensor(after, dtype=torch.float64, device="cpu")
+        self._scale, self.factor = 1.0 / before, before / contributors
+        self.__dict__.pop("_factor", None)
+
+    @cached_property
+    def _factor(self) -> torch.Tensor:
+        """`factor`: to multiply by a number would make such a tensor each time."""
+        return torch.tensor(self.factor, dtype=torch.float64, device="cpu")
 
     # from the leaves into the reduce buffer
 
@@ -245,10 +249,10 @@ class Gradients:
                 allocate()
             if self._move_all(pack=pack):
                 return
-        full = self.complete(counts_unused)
+        self.complete(counts_unused)
         if allocate is not None:
             allocate()
-        parts.copy_(full.view(parts.shape))
+        parts.copy_(self._views.by_rank)
         self.kept = self.collected = False  # else a failed backward would count on the freed buffer
         self._views.buffer.free()
 
@@ -266,8 +270,8 @@ class Gradients:
         params, asks = self._params, False in self.used
         used = self._used_by_any(shard, self.used) if asks else self.used
         reduced = shard if shard.dtype is self._dtypes.grad else shard.to(self._dtypes.grad)
-        if self.factor is not None:
-            reduced.mul_(self.factor)
+        if self.factor != 1.0:
+            reduced.mul_(self._factor)
         for act in self._plug_ins.averaged:
             act(params, reduced)
         if asks and self._plug_ins.average_notes:
@@ -369,6 +373,12 @@ class _ReduceBuffer:
         """The view for notes of used parameters."""
         with self.buffer.having_memory():
             return self._layout.notes(self.buffer.data)
+
+    @cached_property
+    def by_rank(self) -> torch.Tensor:
+        """The buffer as ranks x elements."""
+        with self.buffer.having_memory():
+            return self.buffer.data.view(self._layout.ranks, -1)
 
     @cached_property
     def pack(self) -> Pack:

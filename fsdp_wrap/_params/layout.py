@@ -272,18 +272,17 @@ class FlatLayout(Layout):
 
     Args:
         cut: Where the parameters lie, and this rank's part of them.
-        device: Device of reduce buffers.
         sharded: Whether the buffer is cut; otherwise every rank's shard is the whole.
     """
 
-    def __init__(self, cut: EvenCut, device: torch.device, sharded: bool) -> None:
+    _firsts: torch.Tensor  # once gradients come: the first elements of all pieces
+    _zeros: torch.Tensor  # and as many zeros of their dtype
+    _noted_in: torch.dtype | None = None  # that dtype
+
+    def __init__(self, cut: EvenCut, sharded: bool) -> None:
         super().__init__(cut.extents, cut.fqns, cut.shard_numel, cut.rank, cut.ranks)
         self.even, self.sharded, self.alignment = cut, sharded, cut.alignment
         self.updated = cut.updated
-        with torch.inference_mode(False):
-            firsts = [*chain.from_iterable(cut.firsts)]
-            self._all_firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
-            self._zeros = self._all_firsts  # once gradients come, zeros of their dtype
 
     def held_by_rank(self) -> list[list[int]]:
         firsts = range(0, self.numel, self.shard_numel)
@@ -314,14 +313,20 @@ class FlatLayout(Layout):
         return used
 
     def note_used(self, notes: torch.Tensor, used: Sequence[bool]) -> None:
-        firsts, zeros = self._all_firsts, self._zeros
-        if zeros.dtype != notes.dtype:
-            zeros = self._zeros = notes.new_zeros(1).expand_as(firsts)  # one number
-        notes.index_add_(0, firsts, zeros)  # -0.0 + 0.0 is 0.0
+        if self._noted_in is not notes.dtype:
+            self._prepare_notes(notes)
+        notes.index_add_(0, self._firsts, self._zeros)  # -0.0 + 0.0 is 0.0
         if False in used:  # one by one: an index tensor for the device would make the host wait
             unused = [not known for known in self._known_used(used)]
             for first in chain.from_iterable(compress(self.even.firsts, unused)):
                 notes[first].fill_(-0.0)
+
+    @torch.inference_mode(False)
+    def _prepare_notes(self, notes: torch.Tensor) -> None:
+        firsts = [*chain.from_iterable(self.even.firsts)]
+        self._firsts = torch.tensor(firsts, dtype=torch.int64, device=notes.device)
+        self._zeros = notes.new_zeros(1).expand_as(self._firsts)  # one number
+        self._noted_in = notes.dtype
 
     def note_in_shard(self, shard: torch.Tensor, used: Sequence[bool]) -> None:
         for (start, stop), by_any in zip(self.even.bounds, self._known_used(used)):
@@ -347,8 +352,8 @@ class FlatLayout(Layout):
 class JointLayout(FlatLayout):
     """Parameters side by side that have one gradient between them: what uses one uses all."""
 
-    def __init__(self, cut: EvenCut, device: torch.device, sharded: bool) -> None:
-        super().__init__(cut, device, sharded)
+    def __init__(self, cut: EvenCut, sharded: bool) -> None:
+        super().__init__(cut, sharded)
         self.updated = (True,)
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:

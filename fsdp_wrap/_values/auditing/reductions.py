@@ -118,7 +118,7 @@ def _wrong_blocks(noted: _Sum, own: torch.Tensor, ranks: int) -> torch.Tensor:
     """Returns the numbers of the blocks that differ by more than rounding can explain."""
     segment, numel = noted.part.segment, _block_of(noted.part.layout)
     dtypes, gradients = segment.dtypes, segment.gradients
-    factor = 1.0 if gradients.factor is None else gradients.factor.item()
+    factor = gradients.factor
     assert noted.reduced is not None
     reduced, (summed, absolute) = noted.reduced.cpu(), own.unbind()
     sums, kept = torch.finfo(dtypes.reduce), torch.finfo(dtypes.grad)
