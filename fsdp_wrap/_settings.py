@@ -129,7 +129,8 @@ class Settings:
         check_kind("mixed_precision", self.mixed_precision, MixedPrecision)
         check_own(self.shared_memory, self.travel_together_bytes, self.state_over_replicas)
         ShardAlignment.of(self.shard_alignment)
-        check_dtypes(self.policy)
+        if self.mixed_precision is not None:
+            check_dtypes(self.mixed_precision)
         mesh = resolve_mesh(self.process_group, self.device_mesh, self.strategy)
         if self.state_over_replicas:
             mesh = over_replicas.needed("state_over_replicas=True").flat_ranks(mesh, self.strategy.name)
@@ -148,7 +149,7 @@ class Settings:
     @property
     def offload(self) -> CPUOffload:
         """What is kept in host memory, by default nothing."""
-        return with_our_fields(self.cpu_offload or CPUOffload(), CPUOffload)
+        return with_our_fields(self.cpu_offload, CPUOffload) if self.cpu_offload else CPUOffload()
 
     def params_maker(self, module: nn.Module, mesh: ShardMesh) -> Callable[..., ShardedParams]:
         """Returns a function that makes the sharded parameters of a segment."""
@@ -167,7 +168,7 @@ class Settings:
         return make_params
 
     def _casts(self, module: nn.Module) -> InputCasts:
-        casts = InputCasts.of(self.policy, module)
+        casts = NO_CASTS if self.mixed_precision is None else InputCasts.of(self.mixed_precision, module)
         return NO_CASTS if casts == NO_CASTS else casts
 
     def unit_options(self, module: nn.Module) -> UnitOptions:

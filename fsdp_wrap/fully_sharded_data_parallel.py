@@ -537,13 +537,14 @@ def _check_wrappable(module: Any) -> None:
 
 
 def _spec_of(settings: Settings, module: nn.Module, mesh: ShardMesh, device: torch.device) -> UnitSpec:
-    policy = SegmentPolicy.of(settings.policy)
+    precision = settings.policy
+    policy = SegmentPolicy.of(precision)
     return UnitSpec(
         mesh=mesh,
         device=device,
         make_params=settings.params_maker(module, mesh),
         policy_of=lambda _: policy,
-        buffer_dtype=settings.policy.buffer_dtype,
+        buffer_dtype=precision.buffer_dtype,
         options=settings.unit_options(module),
         shared_memory=settings.shared_memory is not False,
     )

@@ -54,6 +54,7 @@ from fsdp_wrap._params import (
     Written,
     check_beside,
     is_extension,
+    same_sample,
     side_data_kind,
     side_data_of,
     to_local,
@@ -282,7 +283,7 @@ def _storage(spec: UnitSpec, by_kind: dict[_Kind, list[ParamSlot]]) -> dict[str,
     """Shards the parameters of a unit; returns the arguments of `Unit` for them."""
     segments = [*by_kind.values()]
     communicator, replicas = spec.communicators(spec.mesh)
-    samples = [torch.stack([sample(slot.param) for slot in segment]) for segment in segments]
+    samples = [sample([slot.param for slot in segment]) for segment in segments]
     params = [
         spec.make_params(segment, communicator, name=f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM)
         for number, segment in enumerate(segments)
@@ -342,26 +343,35 @@ def _by_kind(contents: UnitContents, spec: UnitSpec) -> dict[_Kind, list[ParamSl
 _SAMPLED = 4  # elements of a parameter
 
 
-def sample(param: nn.Parameter) -> torch.Tensor:
-    """Returns a few elements of an unsharded parameter, in float32.
+def sample(params: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Returns a few elements of each unsharded parameter of a segment: parameters x elements, in float32.
 
-    They are NaN where there are no values to compare: on the meta device, empty, a tensor extension.
+    They are NaN where there are no values to compare: on the meta device, of a tensor extension. Zeros take
+    the place of those that a small parameter lacks.
     """
-    if param.is_meta or not param.numel() or is_extension(param):
-        return torch.full((_SAMPLED,), math.nan, device=param.device)
-    flat = to_local(param).detach().reshape(-1)
-    distance = max(1, flat.numel() // _SAMPLED)
-    values = flat[: _SAMPLED * distance : distance]
+    first = params[0]  # all are of one kind
+    if first.is_meta or is_extension(first):
+        return torch.full((len(params), _SAMPLED), math.nan, device=first.device)
+    rows = [_elements(to_local(param).data.reshape(-1)) for param in params]
+    values = torch.cat(rows)
     real = (values.abs() if values.is_complex() else values).to(torch.float32)
-    missing = _SAMPLED - real.numel()
-    return nn.functional.pad(real, (0, missing)) if missing else real
+    missing = [_SAMPLED - len(row) for row in rows]
+    if any(missing):
+        taken = torch.split(real, [*map(len, rows)])
+        real = torch.cat([nn.functional.pad(row, (0, lacks)) for row, lacks in zip(taken, missing)])
+    return real.view(-1, _SAMPLED)
+
+
+def _elements(flat: torch.Tensor) -> torch.Tensor:
+    distance = max(1, flat.numel() // _SAMPLED)
+    return flat[: _SAMPLED * distance : distance]
 
 
 class InitialValues:
     """Samples of the initial values of a unit's parameters, valid until the shards are written to.
 
     Args:
-        samples: For each segment, the `sample` of each parameter.
+        samples: The `sample` of each segment.
         params: The segments' sharded parameters.
         written: Their versions now.
     """
@@ -378,8 +388,7 @@ class InitialValues:
         result: list[str] = []
         for values, sharded, written, before in zip(self._samples, params, self._written, self._sampled):
             now = sharded.sample()
-            known = not values.is_meta and sharded.written() == written
-            known = known and before.device == now.device and torch.equal(before, now)
+            known = not values.is_meta and sharded.written() == written and same_sample(before, now)
             lines = [" ".join(map(repr, row)) for row in values.tolist()] if known else [""] * len(values)
             result += lines
         return result

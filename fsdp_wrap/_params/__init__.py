@@ -60,6 +60,7 @@ from fsdp_wrap._params.sharded_params import (
     Written,
     distributed_names,
     memory_around,
+    same_sample,
 )
 from fsdp_wrap._params.showing import Showing
 from fsdp_wrap._params.side_data import (

@@ -235,10 +235,9 @@ class ShardedParams(ABC):
         return (*map(_VERSION, params), self.flat_param._version), (*map(_DATA_PTR, params),)
 
     def sample(self) -> torch.Tensor:
-        """Views some elements of the shard, evenly apart, as bytes: NaN equals nothing."""
-        shard = self.flat_param.detach()
-        some = shard.view(-1)[:: max(1, shard.numel() // _SAMPLED)]
-        return some[..., None].view(torch.uint8)
+        """Views some elements of the shard, evenly apart."""
+        shard = self.flat_param.data
+        return shard[:: max(1, shard.numel() // _SAMPLED)]
 
     @property
     def _parts(self) -> Sequence[LocalPart | None]:
@@ -414,6 +413,12 @@ class ShardedParams(ABC):
         """Moves to the copies of its modules, and shows the sharded parameters there."""
         self._show_in(deepcopy(self.display.places, memo))
         self.hide_full()
+
+
+def same_sample(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two samples are the same, also where they are not numbers."""
+    as_bytes = [sampled.contiguous().view(torch.uint8) for sampled in (one, other)]
+    return one.device == other.device and torch.equal(*as_bytes)
 
 
 def distributed_names(params: Iterable[ShardedParams]) -> list[str]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from fsdp_wrap._core import ChangedBetweenError, steps_taken
 from fsdp_wrap._core.torch_private import graph_task
-from fsdp_wrap._params import Segment, ShardedParams, Written, trains
+from fsdp_wrap._params import Segment, ShardedParams, Written, same_sample, trains
 
 
 class _ShardState:
@@ -34,7 +34,7 @@ class _ShardState:
     def was_written_unseen(self) -> bool:
         """Whether the shard was written to through an alias without a version counter, as `.data` is."""
         now, before = self._sampled, self._sample
-        return now is not None and before is not None and not torch.equal(now, before)
+        return now is not None and before is not None and not same_sample(now, before)
 
 
 class CopyPart:

@@ -312,7 +312,7 @@ def test_ranks_that_begin_with_other_values_are_told_once(rank, world_size, fron
 
 def test_samples_are_spread_over_a_parameter():
     whole, few = nn.Parameter(torch.arange(40.0).view(8, 5)), nn.Parameter(torch.tensor([3.0, -4.0]))
-    assert [build.sample(param).tolist() for param in (whole, few)] == [[0, 10, 20, 30], [3, -4, 0, 0]]
+    assert build.sample([whole, few]).tolist() == [[0, 10, 20, 30], [3, -4, 0, 0]]
 
 
 # Stand-ins for a process group, with a rank and a size: a module is wrapped as that rank would wrap it.
