@@ -1,6 +1,6 @@
 """Writes docs/clients.md from JUnit reports of tests/clients: which client runs, in which version.
 
-    pytest -m slow tests/clients -n 2 --junitxml=clients.xml
+    FSDP_WRAP_THOROUGH=1 pytest -m slow tests/clients -n 2 --junitxml=clients.xml
     python docs/clients.py clients.xml [OTHER.xml ...]
     python docs/clients.py --add OTHER.xml
     python docs/clients.py --broken clients.xml
@@ -39,7 +39,7 @@ numbers are compared with torch's FSDP, DDP or a plain model.
 Reports of the tests make this page, one report for each environment:
 
 ```console
-$ pytest -m slow tests/clients -n 2 --junitxml=clients.xml
+$ FSDP_WRAP_THOROUGH=1 pytest -m slow tests/clients -n 2 --junitxml=clients.xml
 $ python docs/clients.py clients.xml
 ```
 

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header() -> str:
-    part = "all" if sampling.THOROUGH else f"an eighth, drawn by {sampling.DRAW}={sampling.draw()}"
+    part = "all" if sampling.THOROUGH else f"a part, drawn by {sampling.DRAW}={sampling.draw()}"
     return f"left-over combinations in the slow tier: {part}"
 
 
@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not sampling.THOROUGH and any("left_over" in getattr(report, "keywords", ()) for report in failed):
         terminalreporter.write_line(
             f"Left-over combinations are among these. The same are drawn by: "
-            f"{sampling.DRAW}='{sampling.draw()}' pytest -m slow. One alone: pytest ID"
+            f"{sampling.DRAW}='{sampling.draw()}' pytest -m slow. One alone: pytest -m 'slow or not slow' ID"
         )
 
 

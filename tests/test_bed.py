@@ -246,10 +246,10 @@ def test_a_failure_is_followed_by_fresh_ranks():
 class Combination:
     """An item of pytest, as far as drawing asks it."""
 
-    def __init__(self, *values: int, marks: Sequence[str] = ()) -> None:
+    def __init__(self, *values: int, marks: Sequence[pytest.MarkDecorator] = ()) -> None:
         self.nodeid = f"tests/test_it.py::test_it[{'-'.join(map(str, values))}]"
         self.callspec = SimpleNamespace(params={f"parameter {n}": value for n, value in enumerate(values)})
-        self.marks = {name: getattr(pytest.mark, name).mark for name in marks}
+        self.marks = {marker.name: marker.mark for marker in marks}
         self.get_closest_marker = self.marks.get
 
     def iter_markers(self) -> Iterable[pytest.Mark]:
@@ -263,13 +263,18 @@ class Combination:
         return "slow" in self.marks
 
 
+LONG = range(1, 1001)
+"""Numbers of the combinations of which a half is drawn."""
+
+
 def sampled(thorough: bool = False, given: Sequence[str] = ()) -> list[Combination]:
-    """Samples all combinations of three parameters, and of one whose values are marked by hand."""
+    """Samples all combinations of three parameters, and some that are marked by hand."""
     items = [Combination(*values) for values in itertools.product(range(10), repeat=3)]
-    items += [Combination(n, marks=["left_over"]) for n in range(1000)]
+    items += [Combination(n, marks=[pytest.mark.left_over]) for n in range(1000)]
+    items += [Combination(-n, marks=[pytest.mark.left_over(2)]) for n in LONG]
     with mock.patch("bed.sampling.THOROUGH", thorough):
         omitted = sample(items, given)  # type: ignore[arg-type]
-    assert len(items) + len(omitted) == 2000 and all(item.is_slow for item in omitted)
+    assert len(items) + len(omitted) == 3000 and all(item.is_slow for item in omitted)
     return items
 
 
@@ -277,11 +282,14 @@ def ids(items: Iterable[Combination], slow: bool) -> set[str]:
     return {item.nodeid for item in items if item.is_slow is slow}
 
 
-def test_an_eighth_of_the_left_over_combinations_is_drawn_by_the_commit(monkeypatch):
+def test_a_part_of_the_left_over_combinations_is_drawn_by_the_commit(monkeypatch):
     every, drawn = sampled(thorough=True), sampled()
     assert ids(drawn, slow=False) == ids(every, slow=False)
     assert {item.callspec.params["parameter 0"] for item in drawn if not item.is_slow} == {*range(10)}
-    assert len(ids(drawn, slow=True)) == pytest.approx(len(ids(every, slow=True)) / 8, rel=0.3)
+    long = {item.nodeid for item in drawn if item.callspec.params["parameter 0"] < 0}
+    assert len(long) == pytest.approx(len(LONG) / 2, rel=0.2)
+    others = len(ids(every, slow=True)) - len(LONG)
+    assert len(ids(drawn, slow=True) - long) == pytest.approx(others / 8, rel=0.3)
     assert ids(sampled(), slow=True) == ids(drawn, slow=True)
     assert os.environ[DRAW] == draw() != "", "so that all workers draw alike"
     monkeypatch.setenv(DRAW, "another commit")

@@ -2,8 +2,9 @@
 
 A test with three or more parameters runs in the fast tier with combinations in which every two values meet
 that meet in any; one that is marked `each_value`, because it takes long, with combinations in which every
-value is. The others are left over, as are values that `few_fast` marks. The slow tier runs an eighth of what
-is left over, drawn anew for each commit. Unless it is to be thorough: then it runs all.
+value is. The others are left over, as are values that `few_fast` marks, and all of a test that is marked
+`left_over` itself. The slow tier runs one in eight of what is left over, or one in the number that the mark
+has, `left_over(4)`, drawn anew for each commit. Unless it is to be thorough: then it runs all.
 """
 
 import itertools
@@ -73,7 +74,9 @@ def _name(item: pytest.Item) -> str:
 
 def _is_drawn(item: pytest.Item) -> bool:
     """Whether the draw takes this item, whatever else was collected."""
-    return zlib.crc32(f"{draw()} {_name(item)}".encode()) % _ONE_IN == 0
+    mark = item.get_closest_marker("left_over")
+    (one_in,) = mark.args if mark is not None and mark.args else (_ONE_IN,)
+    return zlib.crc32(f"{draw()} {_name(item)}".encode()) % one_in == 0
 
 
 def few_fast(values: Iterable[object], step: int) -> list[object]:

@@ -154,6 +154,7 @@ PHASES = {
 """The request after which its rank is killed, before the answer; which export is there then."""
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("phase, there", PHASES.items())
 def test_a_rank_that_is_killed_in_any_phase_leaves_one_whole_export(phase, there, server, tmp_path):
     config = tmp_path / "config.json"

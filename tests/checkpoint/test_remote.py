@@ -478,7 +478,7 @@ PHASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("victim, request_", PHASES)
 def test_a_rank_that_dies_in_any_phase_of_a_save_leaves_what_was(victim, request_, tmp_path):
     place = bucket_in(tmp_path)

@@ -178,6 +178,7 @@ PHASES = {
 """The request after which its rank is killed, before the answer; which step is there then."""
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("phase, there", PHASES.items())
 def test_a_rank_that_is_killed_in_any_phase_leaves_whole_steps(phase, there, server):
     outcomes = run_isolated(dying, server.url, phase, world_size=2)

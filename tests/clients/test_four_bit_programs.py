@@ -65,6 +65,7 @@ def _train(rank, world_size, port, version, kind, storage, folder):
         return [(entry["loss"], entry["grad_norm"]) for entry in logs], names
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 @pytest.mark.parametrize(
     "version, storage", [(1, "uint8"), (1, "bfloat16"), (2, "uint8"), (2, "bfloat16"), (2, "float32")]

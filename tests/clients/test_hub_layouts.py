@@ -213,6 +213,7 @@ def _assert_loads(kind: str, folder: Path, how: str, dtype: torch.dtype, rank: i
         assert torch.equal(model(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("how", ["fully_shard hsdp", "orig", "flat"])
 @pytest.mark.parametrize("kind", MODELS)
 @ranks(4)
@@ -221,6 +222,7 @@ def test_it_loads_as_from_pretrained(rank, world_size, tmp_path, kind, how):
     _assert_loads(kind, tmp_path, how, dtype, rank)
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("budget", ["256MiB", 1])
 @pytest.mark.parametrize("how", ["fully_shard", "orig", "flat"])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
@@ -230,6 +232,7 @@ def test_quantised_files_become_numbers(rank, world_size, tmp_path, kind, how, b
 
 
 # The queries of DeepSeek V3 are in two layers of other names.
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
@@ -242,6 +245,7 @@ def test_it_loads_into_meshes(rank, world_size, tmp_path, kind, how):
     _assert_loads(kind, tmp_path, how, torch.bfloat16, rank, budget=1)
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("how", ["fully_shard hsdp", "fully_shard ep", "flat"])
 @pytest.mark.parametrize("kind", MODELS)
 @ranks(4)
@@ -316,6 +320,7 @@ def _small(kind: str) -> Any:
     return auto.from_config(config, dtype=torch.float32)
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_models_of_other_layouts_go_both_ways(tmp_path, kind):
     from safetensors.torch import load_file

@@ -59,6 +59,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
             optimizer.step()
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [

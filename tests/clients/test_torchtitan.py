@@ -160,6 +160,7 @@ WAYS = {
 }
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_torch(run: Ranks, options: list[str], way: str) -> None:
     given = [*options, *MODELS[way.partition(",")[0]], *WAYS[way]]
@@ -177,6 +178,7 @@ def _beside_torchs(run: Ranks, given: list[str], folders: dict[bool, str] | None
     return ours
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize(
     "model, way, other",
     [

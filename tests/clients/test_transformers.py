@@ -88,6 +88,7 @@ def _train(rank, world_size, port, wrapped, kind, front, state_dict, folder, res
 
 
 @pytest.mark.shows("equal to DDP; torch's wrapper loses adapters of nested units")
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize(
     "kind, front, state_dict",
     [
@@ -165,6 +166,7 @@ def _generate(rank, world_size, port, kind, front, way):
         return results
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize(
     "front, way",
     [

@@ -128,6 +128,7 @@ def _train(rank, world_size, port, ours, version, kind, variant, folder):
         return [(entry["loss"], entry["grad_norm"]) for entry in logs]
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("version, kind, variant", CASES)
 def test_training_equals_torchs(run, tmp_path, version, kind, variant):
     _save_model(kind, tmp_path / "model")

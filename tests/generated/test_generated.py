@@ -18,7 +18,7 @@ from generated_programs import Program, run, shrink
 from generated_programs import draw as drawn
 
 ALONE = "FSDP_WRAP_GENERATED"
-PARTS, EACH = 8, 80 if not THOROUGH else 800
+PARTS, EACH = 8, 40 if not THOROUGH else 800
 STUCK, STUCK_AGAIN = 60.0, 8.0
 """Seconds in which no rank has worked, after which they hang; the second while a program is shrunk."""
 GRACE = 1.0

@@ -105,7 +105,7 @@ def test_two_load_from_each_other(forms, tmp_path):
         run_ranks(ranks_of(taker), load, taker, [(giver, way, tmp_path / giver[0]) for way in WAYS])
 
 
-@pytest.mark.slow
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("form", FORMS, ids="-".join)
 def test_it_loads_what_every_form_has_saved(form, saved):
     if not there(form):

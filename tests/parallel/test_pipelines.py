@@ -184,7 +184,7 @@ UNITS_ARE = [
 @pytest.mark.parametrize(
     ("schedule", "kind"),
     [
-        units_are if units_are in FAST else pytest.param(*units_are, marks=pytest.mark.slow)
+        units_are if units_are in FAST else pytest.param(*units_are, marks=pytest.mark.left_over(4))
         for units_are in UNITS_ARE
     ],
 )
@@ -285,7 +285,7 @@ def ended_by_the_user(stage: Any) -> Iterator[None]:
     stage.finalize_backward()
 
 
-@pytest.mark.slow
+@pytest.mark.left_over(4)
 @ranks(4)
 @pytest.mark.parametrize(
     ("schedule", "reshard"), [(schedule, number % 2 == 0) for number, schedule in enumerate(SCHEDULES)]

@@ -132,6 +132,7 @@ def run_commands(script: str, folder: Path, code: int | None = 0) -> Done:
     return run("bash", "-c", PROLOGUE + script, code=code, folder=folder, env=quiet)
 
 
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_commands_of_a_page_run(page, folder):
     run_commands(commands_of(page), folder)

@@ -265,7 +265,7 @@ _PARTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize("number", range(len(_PARTS)))
 def test_every_two_options_meet(number):
     """At two ranks all do; of copies that are sharded a quarter of the scenarios is trained."""

@@ -32,7 +32,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 def marked(name: str) -> Any:
     absent = [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
-    marks = [] if name in QUICK else [pytest.mark.slow]
+    marks = [] if name in QUICK else [pytest.mark.left_over(4)]
     return pytest.param(
         name, marks=[*marks, pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")]
     )

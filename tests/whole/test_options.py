@@ -43,7 +43,7 @@ def test_hybrid_with_other_options(rank, world_size, scenario):
     check(scenario, rank, world_size)
 
 
-@pytest.mark.slow
+@pytest.mark.left_over(4)
 @pytest.mark.parametrize(
     "space", [{**SPACE, **INITS}, {**COMPOSABLE_SPACE, **ORDERS}], ids=["wrapper", "fully_shard"]
 )
