@@ -347,7 +347,8 @@ class Counting(torch.optim.Optimizer):
                     state.setdefault("sum", torch.zeros_like(param)).add_(param.grad)
                     state["count"] = state.get("count", 0) + 1
                     state["rate"] = group["lr"] / math.sqrt(state["count"])
-                    param.sub_(state["sum"] * state["rate"])
+                    # A bounded step, since a penalty's gradients would make others ever larger.
+                    param.sub_(nn.functional.softsign(state["sum"]) * state["rate"])
 
 
 def in_groups(params: Any) -> torch.optim.Optimizer:
